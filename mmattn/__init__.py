@@ -1,0 +1,23 @@
+"""mmattn: attention for causal, sliding-window and bidirectional-span masks, from one description.
+
+`import mmattn` loads neither triton nor cutlass; kernels load at the first call that uses them.
+"""
+
+from .attention import attention, merge_states, plan, supported
+from .dispatch import UnsupportedError
+from .mask import Mask, MaskError
+from .plan import Plan
+from .reference import reference
+
+__version__ = "0.1.0"
+__all__ = [
+    "Mask",
+    "MaskError",
+    "Plan",
+    "UnsupportedError",
+    "attention",
+    "merge_states",
+    "plan",
+    "reference",
+    "supported",
+]

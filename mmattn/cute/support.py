@@ -1,0 +1,81 @@
+"""What the FlashAttention-4 backend can run, and by which module. Imports neither flash_attn nor cutlass."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+
+import torch
+
+from ..batch import Call
+
+PACKAGE = "flash-attn-4"
+PINNED = "4.0.0b36"
+"""The release whose internals `interval_sm90.py` overrides."""
+ROW_INTERVALS = ".cute.sm90"
+PUBLIC_API = ".cute.fa4"
+
+
+@cache
+def installed_version() -> str | None:
+    """Version of the installed flash-attn-4 package, None where it cannot be imported."""
+    if any(find_spec(module) is None for module in ("flash_attn", "cutlass", "quack")):
+        return None
+    try:
+        return metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def module(call: Call) -> str:
+    """The module whose `forward` runs `call`, relative to mmattn; `why_not(call)` must be empty."""
+    return ROW_INTERVALS if call.capability == (9, 0) else PUBLIC_API
+
+
+def why_not(call: Call) -> list[str]:
+    """Every reason why this backend cannot run `call`, each saying what to do; an empty list means that it can."""
+    reasons = []
+    version = installed_version()
+    if version is None:
+        reasons.append(f"the package {PACKAGE} is not installed (pip install {PACKAGE}=={PINNED})")
+    if call.device_type != "cuda":
+        reasons.append(f"tensors are on {call.device_type}; FlashAttention-4 needs an NVIDIA GPU")
+    hopper = call.capability == (9, 0)
+    if call.capability is not None and not hopper and call.capability[0] not in (10, 11):
+        major, minor = call.capability
+        reasons.append(f"compute capability {major}.{minor} is not 9.0, 10.x or 11.x; use the triton backend")
+    if hopper and version is not None and version != PINNED:
+        reasons.append(
+            f"{PACKAGE} {version} is installed, but the SM90 kernel overrides internals of {PINNED} "
+            f"(pip install {PACKAGE}=={PINNED})"
+        )
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        name = str(call.dtype).removeprefix("torch.")
+        reasons.append(f"dtype {name} is not float16 or bfloat16; cast q, k and v or use the triton backend")
+    reasons += _head_dim_reasons(call, hopper)
+    if not call.aligned:
+        reasons.append(
+            "q, k, v or out does not start at a multiple of 16 bytes or has a stride that is none; pass contiguous tensors"
+        )
+    if call.page_size is not None:
+        if not hopper:
+            reasons.append("FlashAttention-4 takes no block lists with paged k and v on this GPU; use the triton backend")
+        elif call.head_dim % 16 or call.head_dim_v % 16:
+            reasons.append("head dims of paged k and v must be multiples of 16; pad them or use the triton backend")
+    if call.grad:
+        reasons.append("no backward yet, and an input requires grad (use torch.no_grad() for inference)")
+    return reasons
+
+
+def _head_dim_reasons(call: Call, hopper: bool) -> list[str]:
+    d, dv = call.head_dim, call.head_dim_v
+    if any(dim % 8 for dim in (d, dv)):
+        return [f"head dims {d}/{dv} are not multiples of 8; pad them or use the triton backend"]
+    if hopper or call.capability is None:
+        if not all(8 <= dim <= 256 for dim in (d, dv)):
+            return [f"head dims {d}/{dv} are not between 8 and 256; use the triton backend"]
+        return []
+    if not (max(d, dv) <= 128 or (d, dv) in ((192, 128), (256, 256))):
+        return [f"head dims {d}/{dv} are neither at most 128 nor 192/128 nor 256/256; use the triton backend"]
+    return []

@@ -1,0 +1,114 @@
+"""Which backend runs a call: the ordered backends, and every reason against each, as data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import torch_backend
+from .batch import Call
+from .cute import support as cute_support
+from .plan import Lowering, Plan, TorchLowering
+from .triton import support as triton_support
+
+log = logging.getLogger("mmattn")
+
+
+class UnsupportedError(NotImplementedError):
+    """No backend, or not the one asked for, can run a call. The text lists every backend with every reason."""
+
+
+class Forward(Protocol):
+    """Attention over a plan.
+
+    q `[T, Hq, D]` or `[B, S, Hq, D]`; k and v `[Tk, Hkv, D]`, `[B, Sk, Hkv, D]` or pages `[P, page, Hkv, D]` with an
+    int32 `page_table` `[B, max_pages]`; the last dim of v may differ. `scale` multiplies the scores, `softcap` bounds
+    them, `sinks` `[Hq]` joins the softmax denominator. Returns out (q's shape with v's last dim) and the natural-log
+    LSE, float32 `[Hq, T]` or `[B, Hq, S]`, or None.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, scale: float,
+        softcap: float | None, sinks: Tensor | None, out: Tensor | None, with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    why_not: Callable[[Call], list[str]]
+    load: Callable[[Call], Forward]
+    """Imports the kernels; called only for a call that `why_not` has nothing against."""
+
+
+def _kernel(module: str) -> Forward:
+    """The `forward` of a kernel module, which writes to `out` and `lse`, with both allocated where they are not given."""
+    write = import_module(module, __package__).forward
+
+    def forward(q, k, v, plan, page_table, *, scale, softcap, sinks, out, with_lse):  # type: ignore[no-untyped-def]
+        if out is None:
+            out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = None
+        if with_lse:
+            shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        write(q, k, v, plan, page_table, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse)
+        return out, lse
+
+    return forward
+
+
+BACKENDS: tuple[Backend, ...] = (
+    Backend("cute", cute_support.why_not, lambda call: _kernel(cute_support.module(call))),
+    Backend("triton", triton_support.why_not, lambda call: _kernel(".triton.forward")),
+    Backend("torch", torch_backend.why_not, lambda call: torch_backend.forward),
+)
+"""In the order in which `auto` tries them on a GPU."""
+
+
+def reasons(call: Call) -> dict[str, list[str]]:
+    """Backend -> every reason why it cannot run `call`; an empty list means that it can."""
+    return {backend.name: backend.why_not(call) for backend in BACKENDS}
+
+
+def explain(against: dict[str, list[str]]) -> str:
+    """The reasons as text, one line per backend and reason."""
+    return "\n".join(
+        f"  {name}: {reason}" for name, listed in against.items() for reason in listed or ["can run this call"]
+    )
+
+
+@lru_cache(maxsize=4096)
+def choose(call: Call, name: str) -> Forward:
+    """The forward that runs `call`: the named backend's, or with "auto" that of the first that can.
+
+    On a CPU `auto` starts with torch, since Triton's interpreter is for debugging. Raises `UnsupportedError`.
+    """
+    against = reasons(call)
+    if name != "auto":
+        if name not in against:
+            raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, against))}, got {name!r}")
+        if against[name]:
+            raise UnsupportedError(f"backend={name!r} cannot run this call ({call}).\n{explain(against)}")
+    usable = [b for b in BACKENDS if not against[b.name] and name in ("auto", b.name)]
+    if not usable:
+        raise UnsupportedError(f"no backend can run this call ({call}).\n{explain(against)}")
+    chosen = usable[-1] if call.device_type == "cpu" else usable[0]
+    log.debug("%s runs %s; the backends before it:\n%s", chosen.name, call, explain(against))
+    return chosen.load(call)
+
+
+@lru_cache(maxsize=None)
+def lowering(device_type: str) -> Lowering:
+    """Who computes plans on a kind of device: Triton kernels on a GPU that runs them, torch elsewhere."""
+    if device_type == "cuda" and triton_support.installed():
+        device_lowering: Lowering = import_module(".triton.bounds", __package__).DeviceLowering()
+        return device_lowering
+    return TorchLowering()

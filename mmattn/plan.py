@@ -1,0 +1,166 @@
+"""Lowering: Mask x Batch -> Plan. A plan is all that a kernel knows of a mask.
+
+* `rows`: the key interval of every query row,
+* `tiles(...)`: for every query tile the key blocks it touches and the run of them that needs no masking.
+
+`TorchLowering` computes both on any device. `triton/bounds.py` has the same two steps as device kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .batch import Batch
+from .mask import Mask
+
+NO_SPAN = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """The key blocks of every query tile, for tiles of `tile_m` packed rows and blocks of `tile_n` keys.
+
+    Packed rows are `position * group + head in group`, so the query heads of one KV head share a tile. Tile `m` of
+    sequence `b` is slot `starts[b] + m`; some slots may be unused.
+    """
+
+    ranges: Tensor
+    """int32 `[slots, 4]`: first touched, first full, end of full, end of touched block; ascending. All 0: empty."""
+    index: Tensor
+    """int32 `[slots, 2]`: (sequence, m); sequence `batch_size` holds the rows past `cu_seqlens_q[-1]`, -1 is unused."""
+    starts: Tensor
+    """int32 `[batch_size + 1]`."""
+
+
+class Lowering(Protocol):
+    """How row intervals and tile tables are computed on one kind of device."""
+
+    def row_intervals(self, mask: Mask, batch: Batch) -> Tensor: ...
+
+    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable: ...
+
+
+@dataclass(eq=False)
+class Plan:
+    """A mask lowered for one batch: build it once per layer kind, use it in any number of layers.
+
+    The plan is a snapshot: later changes of the batch's tensors do not reach it (a CUDA graph that captures `plan()`
+    computes it anew at every replay).
+    """
+
+    mask: Mask
+    batch: Batch
+    lowering: Lowering
+    rows: Tensor = field(init=False)
+    """int32 `[total_q, 2]`: half-open interval of key indices (0 = the sequence's first key slot); (0, 0) is empty."""
+    _tiles: dict[tuple[int, int, int], TileTable] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.batch.check_mask(self.mask)
+        self.rows = self.lowering.row_intervals(self.mask, self.batch)
+
+    def tiles(self, tile_m: int, group: int, tile_n: int) -> TileTable:
+        """The tile table for this shape, computed at the first request."""
+        key = (tile_m, group, tile_n)
+        table = self._tiles.get(key)
+        if table is None:
+            table = self._tiles[key] = self.lowering.tile_table(self.rows, self.batch, *key)
+        return table
+
+
+def tile_slots(batch: Batch, tile_m: int, group: int) -> int:
+    """How many slots a tile table has: a bound from host sizes, so that no length is read from the device.
+
+    Sequence `b` of a packed batch starts at slot `cu_seqlens_q[b] * group // tile_m + b`: enough room for any lengths.
+    """
+    if batch.seqlen_q is not None:
+        return batch.batch_size * -(-batch.seqlen_q * group // tile_m)
+    return batch.total_q * group // tile_m + batch.batch_size + 1
+
+
+class TorchLowering:
+    """Row intervals and tile tables with torch operators, on any device, without reading it back."""
+
+    def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
+        row = torch.arange(batch.total_q, device=batch.device)
+        if batch.batch_size == 0 or batch.total_q == 0:
+            return torch.zeros(batch.total_q, 2, dtype=torch.int32, device=batch.device)
+        offsets = batch.row_offsets()
+        seq = torch.searchsorted(offsets[1:], row, right=True)
+        beyond = seq >= batch.batch_size
+        seq = seq.clamp(max=batch.batch_size - 1)
+        kv_start, kv_len = batch.kv_starts()[seq], batch.kv_lens()[seq]
+        q = batch.q_starts()[seq] + row - offsets[seq]
+        start, end = self._row_spans(batch, seq, q)
+        causal = mask.causal if batch.causal is None else batch.causal[seq]
+        lo, hi = mask.bounds(q, span=(start, end), causal=causal)
+        lo = torch.maximum(lo, batch.first_keys()[seq]) - kv_start
+        hi = torch.minimum(hi - kv_start + 1, kv_len)
+        empty = beyond | (lo >= hi)
+        return torch.stack([lo.masked_fill(empty, 0), hi.masked_fill(empty, 0)], dim=1).to(torch.int32)
+
+    @staticmethod
+    def _row_spans(batch: Batch, seq: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The candidate span of each row (it may not hold the row; `row_interval` looks)."""
+        if batch.query_spans is not None:
+            spans = batch.query_spans.to(torch.int64)
+            return spans[:, 0], spans[:, 1]
+        if batch.spans is None:
+            none = torch.full_like(q, NO_SPAN)
+            return none, none
+        # Disjoint spans: only the last valid one that starts at or before the row can hold it. One search serves all
+        # sequences, over keys (sequence, start); starts of no-op padding sort behind every position.
+        beyond = 2**40
+        start, end = batch.spans.to(torch.int64).unbind(-1)
+        start = torch.where(start < end, start, beyond - 1)
+        start, order = start.sort(dim=1)
+        end = end.gather(1, order).flatten()
+        keys = (start + beyond * torch.arange(batch.batch_size, device=q.device)[:, None]).flatten()
+        at = torch.searchsorted(keys, beyond * seq + q.clamp(min=NO_SPAN), right=True) - 1
+        mine = (at >= 0) & (torch.div(at, start.shape[1], rounding_mode="floor") == seq)
+        at = at.clamp(min=0)
+        return torch.where(mine, start.flatten()[at], NO_SPAN), torch.where(mine, end[at], NO_SPAN)
+
+    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
+        slots = tile_slots(batch, tile_m, group)
+        device = batch.device
+        if batch.seqlen_q is not None:
+            per_sequence = -(-batch.seqlen_q * group // tile_m)
+            starts = torch.arange(batch.batch_size + 1, device=device) * per_sequence
+            offsets = batch.row_offsets()
+        else:
+            # The rows past the last sequence count as one more, which sees nothing.
+            offsets = torch.cat([batch.row_offsets(), torch.tensor([batch.total_q], device=device)])
+            starts = offsets[:-1] * group // tile_m + torch.arange(batch.batch_size + 1, device=device)
+        slot = torch.arange(slots, device=device)
+        seq = (torch.searchsorted(starts, slot, right=True) - 1).clamp(max=offsets.numel() - 2)
+        m = slot - starts[seq]
+        length = (offsets[1:] - offsets[:-1])[seq]
+        used = m * tile_m < length * group
+
+        last = torch.minimum(((m + 1) * tile_m - 1) // group, length - 1)
+        at = (m * tile_m // group)[:, None] + torch.arange((tile_m - 1) // group + 2, device=device)
+        present = used[:, None] & (at <= last[:, None])
+        padded = torch.cat([rows, rows.new_zeros(1, 2)])  # absent rows read the last one
+        lo, hi = padded[(offsets[seq][:, None] + at).masked_fill(~present, batch.total_q)].to(torch.int64).unbind(-1)
+        ranges = block_ranges(lo, hi, present, tile_n)
+        index = torch.stack([torch.where(used, seq, -1), torch.where(used, m, 0)], dim=1)
+        return TileTable(ranges.to(torch.int32), index.to(torch.int32), starts.to(torch.int32))
+
+
+def block_ranges(lo: Tensor, hi: Tensor, present: Tensor, tile_n: int) -> Tensor:
+    """The four block numbers of each tile from the intervals of its rows (last dim); absent rows do not count."""
+    far = 2**31 - 1
+    seeing = present & (lo < hi)
+    min_lo, max_lo = lo.masked_fill(~seeing, far).amin(-1), lo.masked_fill(~present, 0).amax(-1)
+    min_hi, max_hi = hi.masked_fill(~present, far).amin(-1), hi.masked_fill(~seeing, 0).amax(-1)
+    any_seeing = seeing.any(-1)
+    first = torch.where(any_seeing, min_lo // tile_n, 0)
+    end = torch.where(any_seeing, -(-max_hi // tile_n), 0)
+    full = torch.minimum(torch.maximum(-(-max_lo // tile_n), first), end)
+    full_end = torch.minimum(torch.maximum(min_hi // tile_n, full), end)
+    return torch.stack([first, full, full_end, end], dim=-1)

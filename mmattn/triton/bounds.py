@@ -1,0 +1,202 @@
+"""The lowering as device kernels: row intervals and tile tables in one launch each, without reading the device.
+
+Grids come from host sizes alone and lengths are read on the device, so both can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import mask as mask_module
+from ..batch import Batch
+from ..mask import Mask
+from ..plan import TileTable, tile_slots
+
+ROWS = 128
+SPANS = 256
+SPANS_AT_ONCE = 32
+
+
+
+@triton.jit
+def _where(condition, a, b):
+    return tl.where(condition, a, b)
+
+
+# The closed form has one source, in mask.py; here Triton compiles it, with `where` bound to Triton's.
+_form = types.FunctionType(
+    mask_module.row_interval.__code__,
+    {"tl": tl, "where": _where, "__name__": __name__},
+    mask_module.row_interval.__name__,
+)
+_form.__module__ = __name__
+_row_interval = triton.jit(_form)
+
+
+@triton.jit
+def _find_tile(slot, cu_seqlens_q, batch_size, total_q, seqlen_q, tile_m, group, PACKED: tl.constexpr):
+    """Sequence, tile within it, first row and length of the sequence that owns this slot (see plan.tile_slots)."""
+    if PACKED:
+        low = slot * 0
+        high = low + batch_size
+        while low < high:
+            middle = (low + high + 1) // 2
+            start = tl.minimum(tl.load(cu_seqlens_q + middle), total_q).to(tl.int64) * group // tile_m + middle
+            if start <= slot:
+                low = middle
+            else:
+                high = middle - 1
+        seq = low
+        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
+        end = total_q
+        if seq < batch_size:
+            end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
+        length = end - row0
+        m = slot - (row0.to(tl.int64) * group // tile_m).to(tl.int32) - seq
+    else:
+        tiles = (seqlen_q * group + tile_m - 1) // tile_m
+        seq = slot // tiles
+        m = slot % tiles
+        row0 = seq * seqlen_q
+        length = seqlen_q
+    return seq, m, row0, length
+
+
+@triton.jit(do_not_specialize=["batch_size", "total_q", "seqlen_q", "seqlen_k", "n_spans", "causal",
+                               "left", "right", "chunk_size", "chunk_back", "clamp"])  # fmt: skip
+def _row_kernel(
+    rows, cu_seqlens_q, cu_seqlens_k, seqused_k, q_start, kv_start, kv_lo, causal_of, spans, query_spans,
+    batch_size, total_q, seqlen_q, seqlen_k, n_spans, causal, left, right, chunk_size, chunk_back, clamp,
+    PACKED: tl.constexpr, R: tl.constexpr, S: tl.constexpr, S1: tl.constexpr,
+):  # fmt: skip
+    seq, m, row0, length = _find_tile(tl.program_id(0), cu_seqlens_q, batch_size, total_q, seqlen_q, R, 1, PACKED)
+    i = m * R + tl.arange(0, R)
+    if m * R >= length:
+        return
+    out = rows + (row0 + i).to(tl.int64) * 2
+    if seq >= batch_size:  # rows past cu_seqlens_q[-1]
+        tl.store(out, tl.zeros([R], tl.int32), mask=i < length)
+        tl.store(out + 1, tl.zeros([R], tl.int32), mask=i < length)
+        return
+
+    kv_len = seqlen_k
+    if seqused_k is not None:
+        kv_len = tl.maximum(tl.minimum(tl.load(seqused_k + seq), seqlen_k), 0)
+    elif cu_seqlens_k is not None:
+        kv_len = tl.load(cu_seqlens_k + seq + 1) - tl.load(cu_seqlens_k + seq)
+    kv0 = tl.zeros([], tl.int64)
+    if kv_start is not None:
+        kv0 = tl.load(kv_start + seq).to(tl.int64)
+    first = kv0
+    if kv_lo is not None:
+        first = tl.maximum(first, tl.load(kv_lo + seq).to(tl.int64))
+    q0 = kv0 + kv_len - length
+    if q_start is not None:
+        q0 = tl.load(q_start + seq).to(tl.int64)
+    q = q0 + i
+    row_causal = causal
+    if causal_of is not None:
+        row_causal = tl.load(causal_of + seq)
+
+    span_start = tl.full([R], -1, tl.int32)
+    span_end = tl.full([R], -1, tl.int32)
+    if query_spans is not None:
+        at = query_spans + (row0 + i).to(tl.int64) * 2
+        span_start = tl.load(at, mask=i < length, other=-1)
+        span_end = tl.load(at + 1, mask=i < length, other=-1)
+    if spans is not None:
+        # Spans may come in any order. The tile tests S at once, and compares them row by row only where some meet it.
+        mine = spans + seq.to(tl.int64) * n_spans * 2
+        q_first = q0 + m * R
+        q_last = q0 + tl.minimum(m * R + R, length) - 1
+        for s0 in range(0, n_spans, S):
+            s = s0 + tl.arange(0, S)
+            start = tl.load(mine + s * 2, mask=s < n_spans, other=-1)
+            end = tl.load(mine + s * 2 + 1, mask=s < n_spans, other=-1)
+            meets = (start < end) & (start <= q_last) & (end >= q_first)
+            if tl.max(meets.to(tl.int32), 0) > 0:
+                for s1 in range(s0, tl.minimum(s0 + S, n_spans), S1):
+                    t = s1 + tl.arange(0, S1)
+                    start1 = tl.load(mine + t * 2, mask=t < n_spans, other=-1)[None, :]
+                    end1 = tl.load(mine + t * 2 + 1, mask=t < n_spans, other=-1)[None, :]
+                    holds = (start1 < end1) & (start1 <= q[:, None]) & (q[:, None] <= end1)
+                    span_start = tl.maximum(span_start, tl.max(tl.where(holds, start1, -1), 1))
+                    span_end = tl.maximum(span_end, tl.max(tl.where(holds, end1, -1), 1))
+
+    lo, hi = _row_interval(
+        q, row_causal, span_start.to(tl.int64), span_end.to(tl.int64), left, right, chunk_size, chunk_back, clamp
+    )
+    lo = tl.maximum(lo, first) - kv0
+    hi = tl.minimum(hi - kv0 + 1, kv_len)
+    empty = lo >= hi
+    tl.store(out, tl.where(empty, 0, lo).to(tl.int32), mask=i < length)
+    tl.store(out + 1, tl.where(empty, 0, hi).to(tl.int32), mask=i < length)
+
+
+@triton.jit(do_not_specialize=["batch_size", "total_q", "seqlen_q"])
+def _tile_kernel(
+    rows, ranges, index, starts, cu_seqlens_q, batch_size, total_q, seqlen_q,
+    PACKED: tl.constexpr, TILE_M: tl.constexpr, GROUP: tl.constexpr, TILE_N: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    seq, m, row0, length = _find_tile(slot, cu_seqlens_q, batch_size, total_q, seqlen_q, TILE_M, GROUP, PACKED)
+    used = m.to(tl.int64) * TILE_M < length.to(tl.int64) * GROUP
+    if m == 0:  # every sequence has a slot of its own for m = 0, used or not
+        tl.store(starts + seq, slot)
+    i = (m.to(tl.int64) * TILE_M // GROUP).to(tl.int32) + tl.arange(0, P)
+    last = tl.minimum(((m + 1).to(tl.int64) * TILE_M - 1) // GROUP, length - 1)
+    present = used & (i <= last)
+    at = rows + (row0 + i).to(tl.int64) * 2
+    lo = tl.load(at, mask=present, other=0)
+    hi = tl.load(at + 1, mask=present, other=0)
+    seeing = lo < hi
+    FAR: tl.constexpr = 2147483647
+    min_lo = tl.min(tl.where(seeing, lo, FAR), 0)
+    max_hi = tl.max(hi, 0)
+    first = tl.where(max_hi > 0, min_lo // TILE_N, 0)
+    end = (max_hi + TILE_N - 1) // TILE_N
+    full = tl.minimum(tl.maximum((tl.max(lo, 0) + TILE_N - 1) // TILE_N, first), end)
+    full_end = tl.minimum(tl.maximum(tl.min(tl.where(present, hi, FAR), 0) // TILE_N, full), end)
+    tl.store(ranges + slot * 4, first)
+    tl.store(ranges + slot * 4 + 1, full)
+    tl.store(ranges + slot * 4 + 2, full_end)
+    tl.store(ranges + slot * 4 + 3, end)
+    tl.store(index + slot * 2, tl.where(used, seq, -1))
+    tl.store(index + slot * 2 + 1, tl.where(used, m, 0))
+
+
+class DeviceLowering:
+    """`plan.Lowering` with the kernels above."""
+
+    def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
+        rows = torch.empty(batch.total_q, 2, dtype=torch.int32, device=batch.device)
+        slots = tile_slots(batch, ROWS, 1)
+        if batch.total_q == 0:
+            return rows
+        seqlen_k = 2**31 - 1 if batch.seqlen_k is None else batch.seqlen_k
+        n_spans = 0 if batch.spans is None else batch.spans.shape[1]
+        _row_kernel[(slots,)](
+            rows, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.seqused_k, batch.q_start, batch.kv_start, batch.kv_lo,
+            batch.causal, batch.spans, batch.query_spans,
+            batch.batch_size, batch.total_q, batch.seqlen_q or 0, seqlen_k, n_spans, int(mask.causal), *mask.limits,
+            PACKED=batch.packed_q, R=ROWS, S=SPANS, S1=SPANS_AT_ONCE,
+        )  # fmt: skip
+        return rows
+
+    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
+        slots = tile_slots(batch, tile_m, group)
+        new = rows.new_empty
+        table = TileTable(new(slots, 4), new(slots, 2), new(batch.batch_size + 1))
+        if slots:
+            positions = triton.next_power_of_2((tile_m - 1) // group + 2 if tile_m % group else tile_m // group)
+            _tile_kernel[(slots,)](
+                rows, table.ranges, table.index, table.starts, batch.cu_seqlens_q,
+                batch.batch_size, batch.total_q, batch.seqlen_q or 0,
+                PACKED=batch.packed_q, TILE_M=tile_m, GROUP=group, TILE_N=tile_n, P=positions,
+            )  # fmt: skip
+        return table

@@ -1,0 +1,98 @@
+"""Tile shapes as a plain table keyed by (architecture, head dim, element size). No run-time autotuning.
+
+Rows of the table: (largest head dim, element bytes) -> tile. Entries were chosen by shared memory (K and V of `stages`
+blocks plus Q) and registers, and on Hopper by measurement (`bench/`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Packed query rows, keys, warps, pipeline stages, and whether host TMA descriptors load K and V."""
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+_Table = dict[tuple[int, int], Tile]
+
+# 227 KiB of shared memory, wgmma.
+_HOPPER: _Table = {
+    (64, 2): Tile(128, 64, 4, 3),
+    (128, 2): Tile(128, 64, 8, 3, tma=True),
+    (256, 2): Tile(128, 64, 8, 2, tma=True),
+    (512, 2): Tile(64, 32, 8, 2),
+    (64, 4): Tile(64, 32, 4, 2),
+    (128, 4): Tile(64, 32, 4, 2),
+    (256, 4): Tile(32, 32, 4, 2),
+    (512, 4): Tile(16, 16, 4, 1),
+}
+# 163 KiB: A100. Also the choice for SM100, where pointers and mma work the same way.
+_AMPERE: _Table = {
+    (64, 2): Tile(128, 64, 4, 3),
+    (128, 2): Tile(128, 64, 8, 2),
+    (256, 2): Tile(64, 32, 4, 2),
+    (512, 2): Tile(32, 32, 4, 1),
+    (64, 4): Tile(64, 32, 4, 2),
+    (128, 4): Tile(32, 32, 4, 2),
+    (256, 4): Tile(32, 16, 4, 2),
+    (512, 4): Tile(16, 16, 4, 1),
+}
+# 64 KiB (Turing, CDNA) to 99 KiB (consumer Ampere, Ada, Blackwell).
+_SMALL: _Table = {
+    (64, 2): Tile(64, 64, 4, 2),
+    (128, 2): Tile(64, 32, 4, 2),
+    (256, 2): Tile(32, 32, 4, 1),
+    (512, 2): Tile(16, 16, 4, 1),
+    (64, 4): Tile(32, 32, 4, 2),
+    (128, 4): Tile(32, 16, 4, 1),
+    (256, 4): Tile(16, 16, 4, 1),
+    (512, 4): Tile(16, 16, 4, 1),
+}
+
+
+def architecture(device: torch.device) -> str:
+    """The table's key for a device: "sm90", "sm80", "small"."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "small"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 9:
+        return "sm90"
+    return "sm80" if (major, minor) == (8, 0) or major in (10, 11) else "small"
+
+
+_TABLES = {"sm90": _HOPPER, "sm80": _AMPERE, "small": _SMALL}
+
+
+def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) -> Tile:
+    """The tile for the larger of the two head dims; never much taller than `packed_rows`, the rows of one KV head."""
+    size = min(4, max(2, element_bytes))
+    _, tile = min((key, tile) for key, tile in _TABLES[arch].items() if key[0] >= head_dim and key[1] == size)
+    rows = 16
+    while rows < packed_rows and rows < tile.tile_m:
+        rows *= 2
+    # Fewer than 64 rows do not fill the matrix instruction of more than 4 warps.
+    return tile if rows == tile.tile_m else tile._replace(tile_m=rows, warps=4, tma=False)
+
+
+def split_head_dim(d: int) -> tuple[int, int]:
+    """A head dim as one or two powers of two (head, tail), the sizes that tensor cores and Triton blocks take.
+
+    72 = 64 + 16 (half of it masked), 192 = 128 + 64, 256 = 256 + 0; where that saves nothing, one larger block.
+    """
+    head = 16
+    while head * 2 <= d:
+        head *= 2
+    if d <= head:
+        return head, 0
+    tail = 16
+    while tail < d - head:
+        tail *= 2
+    return (head, tail) if tail < head else (head * 2, 0)

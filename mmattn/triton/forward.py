@@ -1,0 +1,346 @@
+"""The Triton forward: attention over row intervals. One kernel source for CUDA and ROCm.
+
+A program owns one tile of packed query rows (position * group + head in group) of one KV head. It walks the key blocks
+of its tile in three runs: an edge that is masked, an interior in which every row sees every key, and an edge again.
+It knows nothing of masks beyond `[lo, hi)` per row.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..plan import Plan
+from .config import Tile, architecture, choose_tile, split_head_dim
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _dot(a, b, c, PRECISION: tl.constexpr):
+    if PRECISION == "interpreted bf16":  # the interpreter holds bf16 as bit patterns, which its dot does not know
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
+    return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def _load(
+    x, row, col, n, first, end, pages, page_stride, row_stride,
+    D: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    TILE_N: tl.constexpr, PAGE: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Columns `OFFSET..OFFSET+WIDTH` of keys `n..n+TILE_N`; on edge blocks only keys `first..end` are touched."""
+    if TMA:
+        result = x.load([row + n, col])
+    else:
+        d = OFFSET + tl.arange(0, WIDTH)
+        keys = tl.arange(0, TILE_N)
+        key = n + keys
+        if PAGE == 0:
+            at = x + n.to(tl.int64) * row_stride + (keys[:, None] * row_stride + d[None, :])
+        elif PAGE % TILE_N == 0:  # the block lies within one page; an edge block exists only if a row needs it
+            page = tl.load(pages + n // PAGE).to(tl.int64)
+            at = x + page * page_stride + (n % PAGE).to(tl.int64) * row_stride + (keys[:, None] * row_stride + d[None, :])
+        else:
+            if EDGE:
+                page = tl.load(pages + key // PAGE, mask=(key >= first) & (key < end), other=0)
+            else:
+                page = tl.load(pages + key // PAGE)
+            slot = page.to(tl.int64) * page_stride + (key % PAGE).to(tl.int64) * row_stride
+            at = x + slot[:, None] + d[None, :]
+        if EDGE:
+            needed = (key >= first) & (key < end)
+            if OFFSET + WIDTH > D:
+                result = tl.load(at, mask=needed[:, None] & (d[None, :] < D), other=0.0)
+            else:
+                result = tl.load(at, mask=needed[:, None], other=0.0)
+        elif OFFSET + WIDTH > D:
+            result = tl.load(at, mask=d[None, :] < D, other=0.0)
+        else:
+            result = tl.load(at)
+    return result
+
+
+@triton.jit
+def _walk(
+    acc, acc_tail, total, top, q, q_tail, lo, hi, begin, stop, first, end,
+    k, v, k_row, k_col, v_row, v_col, pages, k_page_stride, k_stride, v_page_stride, v_stride, scale, cap,
+    D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
+    V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """One run of key blocks `begin..stop`: online softmax in base 2."""
+    keys = tl.arange(0, TILE_N)
+    for block in tl.range(begin, stop):
+        n = block * TILE_N
+        kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride, D, 0, K_HEAD, TILE_N, PAGE, TMA, EDGE)
+        s = _dot(q, kt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
+        if K_TAIL > 0:
+            kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride,
+                       D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
+            s = _dot(q_tail, kt.T, s, PRECISION)
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where exp gives inf or 0.
+            s = cap * LOG2E * (1 - 2 / (1 + tl.exp2(s * (scale * 2 / cap))))
+        if EDGE:
+            if not SOFTCAP:
+                s = s * scale
+            key = n + keys[None, :]
+            s = tl.where((key >= lo[:, None]) & (key < hi[:, None]), s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(s, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(s - base[:, None])
+            alpha = tl.exp2(top - base)
+        elif SOFTCAP:
+            new_top = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - new_top[:, None])
+            alpha = tl.exp2(top - new_top)
+        else:
+            new_top = tl.maximum(top, tl.max(s, 1) * scale)
+            p = tl.exp2(s * scale - new_top[:, None])
+            alpha = tl.exp2(top - new_top)
+        top = new_top
+        total = total * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride, DV, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE)
+        if TMA and EDGE:  # TMA loads whole blocks; 0 * NaN from a slot that no row needs would be NaN
+            needed = (n + keys >= first) & (n + keys < end)
+            vt = tl.where(needed[:, None], vt, 0.0)
+        p = p.to(vt.dtype)
+        acc = _dot(p, vt, acc, PRECISION)
+        if V_TAIL > 0:
+            acc_tail = acc_tail * alpha[:, None]
+            vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
+                       DV, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
+            acc_tail = _dot(p, vt, acc_tail, PRECISION)
+    return acc, acc_tail, total, top
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "total_q", "heads_kv", "batch_size", "capacity", "page_table_stride",
+                               "k_rows_batch", "k_rows_head", "k_cols_head", "v_rows_batch", "v_rows_head", "v_cols_head",
+                               "lse_batch", "lse_head"])  # fmt: skip
+def _forward_kernel(
+    q, k, v, out, lse, rows, ranges, index, cu_seqlens_q, cu_seqlens_k, page_table, sinks,
+    q_batch, q_row, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, out_batch, out_row, out_head,
+    lse_batch, lse_head, page_table_stride,
+    k_rows_batch, k_rows_head, k_cols_head, v_rows_batch, v_rows_head, v_cols_head,
+    seqlen_q, total_q, heads_kv, batch_size, capacity, scale, cap,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
+    V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Heads vary fastest and tiles run backwards: on causal masks the longest tiles start first.
+    head_kv = tl.program_id(0) % heads_kv
+    slot = tl.num_programs(0) // heads_kv - 1 - tl.program_id(0) // heads_kv
+    seq = tl.load(index + slot * 2)
+    m = tl.load(index + slot * 2 + 1)
+    if seq < 0:
+        return
+
+    # Rows of this tile.
+    if cu_seqlens_q is not None:
+        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
+        row_end = total_q
+        if seq < batch_size:
+            row_end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
+        length = row_end - row0
+        q += row0.to(tl.int64) * q_row
+        out += row0.to(tl.int64) * out_row
+        lse_row = row0.to(tl.int64)
+    else:
+        length = seqlen_q
+        row0 = seq * seqlen_q
+        q += seq.to(tl.int64) * q_batch
+        out += seq.to(tl.int64) * out_batch
+        lse_row = seq.to(tl.int64) * lse_batch
+    packed = m * TILE_M + tl.arange(0, TILE_M)
+    i = packed // GROUP
+    head = head_kv * GROUP + packed % GROUP
+    exists = i < length
+    lo = tl.load(rows + (row0 + i) * 2, mask=exists, other=0)
+    hi = tl.load(rows + (row0 + i) * 2 + 1, mask=exists, other=0)
+
+    # Keys of this sequence. `capacity` bounds them even where a plan was made for longer ones: never a wild read.
+    if cu_seqlens_k is not None:
+        key0 = seq * 0
+        if seq < batch_size:
+            key0 = tl.load(cu_seqlens_k + seq)
+            capacity = tl.load(cu_seqlens_k + seq + 1) - key0
+    hi = tl.minimum(hi, capacity)
+    seeing = lo < hi
+    first = tl.min(tl.where(seeing, lo, 2147483647), 0)
+    end = tl.max(tl.where(seeing, hi, 0), 0)
+    b0 = tl.load(ranges + slot * 4)
+    b1 = tl.load(ranges + slot * 4 + 1)
+    b2 = tl.load(ranges + slot * 4 + 2)
+    b3 = tl.minimum(tl.load(ranges + slot * 4 + 3), (end + TILE_N - 1) // TILE_N)
+    b2 = tl.minimum(b2, tl.maximum(capacity // TILE_N, b1))
+
+    k_row = 0
+    k_col = 0
+    v_row = 0
+    v_col = 0
+    pages = page_table
+    if PAGE > 0:
+        pages = page_table + seq.to(tl.int64) * page_table_stride
+        k += head_kv.to(tl.int64) * k_head
+        v += head_kv.to(tl.int64) * v_head
+    elif TMA:
+        k_row = seq * k_rows_batch + head_kv * k_rows_head
+        k_col = head_kv * k_cols_head
+        v_row = seq * v_rows_batch + head_kv * v_rows_head
+        v_col = head_kv * v_cols_head
+        if cu_seqlens_k is not None:
+            k_row += key0
+            v_row += key0
+    else:
+        k += head_kv.to(tl.int64) * k_head
+        v += head_kv.to(tl.int64) * v_head
+        if cu_seqlens_k is not None:
+            k += key0.to(tl.int64) * k_stride
+            v += key0.to(tl.int64) * v_stride
+        else:
+            k += seq.to(tl.int64) * k_batch
+            v += seq.to(tl.int64) * v_batch
+
+    at = q + i[:, None].to(tl.int64) * q_row + head[:, None].to(tl.int64) * q_head
+    d = tl.arange(0, K_HEAD)
+    qh = tl.load(at + d[None, :], mask=exists[:, None] & (d[None, :] < D), other=0.0)
+    qt = qh
+    if K_TAIL > 0:
+        d = K_HEAD + tl.arange(0, K_TAIL)
+        qt = tl.load(at + d[None, :], mask=exists[:, None] & (d[None, :] < D), other=0.0)
+
+    acc = tl.zeros([TILE_M, V_HEAD], tl.float32)
+    acc_tail = tl.zeros([TILE_M, V_TAIL if V_TAIL > 0 else 16], tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    top = tl.full([TILE_M], float("-inf"), tl.float32)
+    acc, acc_tail, total, top = _walk(
+        acc, acc_tail, total, top, qh, qt, lo, hi, b0, tl.minimum(b1, b3), first, end,
+        k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, True)  # fmt: skip
+    acc, acc_tail, total, top = _walk(
+        acc, acc_tail, total, top, qh, qt, lo, hi, b1, b2, first, end,
+        k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, False)  # fmt: skip
+    acc, acc_tail, total, top = _walk(
+        acc, acc_tail, total, top, qh, qt, lo, hi, b2, b3, first, end,
+        k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, True)  # fmt: skip
+
+    if sinks is not None:  # one more logit in the denominator, without a value
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        alpha = tl.exp2(top - base)
+        total = total * alpha + tl.exp2(sink - base)
+        acc = acc * alpha[:, None]
+        acc_tail = acc_tail * alpha[:, None]
+        top = new_top
+    inverse = tl.where(total > 0, 1 / total, 0.0)
+    if lse is not None:
+        value = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse + lse_row + head.to(tl.int64) * lse_head + i, value, mask=exists)
+    at = out + i[:, None].to(tl.int64) * out_row + head[:, None].to(tl.int64) * out_head
+    d = tl.arange(0, V_HEAD)
+    tl.store(at + d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV))
+    if V_TAIL > 0:
+        d = V_HEAD + tl.arange(0, V_TAIL)
+        tl.store(
+            at + d[None, :], (acc_tail * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV)
+        )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    page_table: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Writes `out` and, if given, `lse`. See `dispatch.Kernel` for the arguments."""
+    batch = plan.batch
+    heads_kv, head_dim, head_dim_v = k.shape[-2], k.shape[-1], v.shape[-1]
+    group = q.shape[-2] // heads_kv
+    tile = _tile(q.device, max(head_dim, head_dim_v), q.element_size(), batch.max_seqlen_q * group)
+    table = plan.tiles(tile.tile_m, group, tile.tile_n)
+    slots = table.ranges.shape[0]
+    if slots == 0 or heads_kv == 0:
+        return
+    k_split, v_split = split_head_dim(head_dim), split_head_dim(head_dim_v)
+    packed_q, packed_k = batch.cu_seqlens_q is not None, batch.cu_seqlens_k is not None
+    page = k.shape[1] if page_table is not None else 0
+    if packed_k:
+        capacity = 0
+    else:
+        capacity = page_table.shape[1] * page if page_table is not None else k.shape[-3]
+
+    k_in, v_in, k_rows, v_rows = k, v, (0, 0, 0), (0, 0, 0)
+    tma = tile.tma and page == 0 and k.numel() > 0 and k_split == (head_dim, 0) and v_split == (head_dim_v, 0)
+    if tma:
+        k_view, v_view = _matrix(k), _matrix(v)
+        if k_view is None or v_view is None:
+            tma = False
+        else:
+            k_in = TensorDescriptor(k, list(k_view[0]), list(k_view[1]), [tile.tile_n, head_dim])
+            v_in = TensorDescriptor(v, list(v_view[0]), list(v_view[1]), [tile.tile_n, head_dim_v])
+            k_rows, v_rows = k_view[2], v_view[2]
+
+    precision = "ieee" if q.dtype is torch.float32 else "tf32"
+    if q.dtype is torch.bfloat16 and q.device.type == "cpu":
+        precision = "interpreted bf16"
+
+    _forward_kernel[(slots * heads_kv,)](
+        q, k_in, v_in, out, lse, plan.rows, table.ranges, table.index,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, page_table, sinks,
+        *_strides(q), *_strides(k), *_strides(v), *_strides(out),
+        0 if lse is None or packed_q else lse.stride(0), 0 if lse is None else lse.stride(-2),
+        0 if page_table is None else page_table.stride(0), *k_rows, *v_rows,
+        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity,
+        scale * LOG2E.value, 1.0 if softcap is None else softcap,
+        GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=softcap is not None, TMA=tma,
+        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=None)
+def _tile(device: torch.device, head_dim: int, element_bytes: int, packed_rows: int) -> Tile:
+    return choose_tile(architecture(device), head_dim, element_bytes, packed_rows)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of (batch or page, row, head)."""
+    return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def _matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int, int]] | None:
+    """`x` as one matrix for a TMA descriptor: shape, strides, and (rows per sequence, rows per head, columns per head).
+
+    A head is either a range of columns (packed and [B, S, H, D] layouts) or of rows ([B, H, S, D] layouts). None where
+    the strides allow neither, or are not the multiples of 16 bytes that TMA wants.
+    """
+    batch, row, head = _strides(x)
+    size, heads, d = x.element_size(), x.shape[-2], x.shape[-1]
+    sequences = 1 if x.dim() == 3 else x.shape[0]
+    if row == 0 or batch % row or any(n * size % 16 for n in (batch, row, head)) or x.data_ptr() % 16:
+        return None
+    in_rows = head % row == 0 and head > 0
+    if not in_rows and (heads - 1) * head + d > row:
+        return None
+    rows = (sequences - 1) * (batch // row) + x.shape[-3] + ((heads - 1) * (head // row) if in_rows else 0)
+    columns = d if in_rows else (heads - 1) * head + d
+    return (rows, columns), (row, 1), (batch // row, head // row if in_rows else 0, 0 if in_rows else head)
+

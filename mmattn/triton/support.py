@@ -1,0 +1,44 @@
+"""What the Triton backend can run. Imports no triton."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from ..batch import Call
+
+MAX_HEAD_DIM = 512
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run on the CPU, in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def installed() -> bool:
+    """Whether the package triton is there."""
+    return find_spec("triton") is not None
+
+
+def why_not(call: Call) -> list[str]:
+    """Every reason why this backend cannot run `call`."""
+    reasons = []
+    if not installed():
+        reasons.append("the package triton is not installed (pip install triton)")
+    if call.device_type == "cpu" and not interpreting():
+        reasons.append("tensors are on the CPU; set TRITON_INTERPRET=1 before the first call to run it in Triton's interpreter")
+    elif call.device_type not in ("cpu", "cuda"):
+        reasons.append(f"no Triton backend for device {call.device_type}")
+    if call.capability is not None and call.capability < (7, 5):
+        reasons.append(f"compute capability {call.capability[0]}.{call.capability[1]} is below 7.5")
+    if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {str(call.dtype).removeprefix('torch.')} is not float16, bfloat16 or float32")
+    elif call.dtype is torch.bfloat16 and call.capability is not None and call.capability < (8, 0):
+        reasons.append("bfloat16 needs compute capability 8.0")
+    if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
+        reasons.append(f"head dims {call.head_dim}/{call.head_dim_v} exceed {MAX_HEAD_DIM}")
+    if call.grad:
+        reasons.append("no backward yet, and an input requires grad (use torch.no_grad() for inference)")
+    return reasons
