@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .batch import Batch, Call, debugging
+from .batch import FEW_ROWS, Batch, Call, debugging
 from .mask import Mask
-from .plan import Plan
+from .plan import Options, Plan
 
 _BATCH_ARGUMENTS = frozenset(
     "mm_prefix_range mm_prefix_query_range causal cu_seqlens_q cu_seqlens_k seqused_k page_table q_start kv_start "
     "kv_lo max_seqlen_q max_seqlen_k".split()
 )
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def attention(
@@ -29,6 +33,9 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    num_splits: int | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
@@ -44,6 +51,10 @@ def attention(
         scale: multiplies the scores; default `D**-0.5`.
         softcap: `softcap * tanh(score / softcap)` on scaled scores, before the mask.
         sinks: `[Hq]`, one value-less logit per head in the softmax denominator; not scaled or capped; `-inf` = none.
+        k_scale, v_scale: what stored keys and values are multiplied by: float32 `[B, Hkv]`, a one-element tensor, or a number.
+            With them k and v may be float8_e4m3fn or float8_e5m2 while q is float16 or bfloat16.
+        num_splits: cut the keys of every sequence into this many parts, and choose tiles without regard to the batch:
+            the bits of a sequence then do not depend on its batch mates. Default: as many as the batch needs.
         out: where to write the result. Not together with inputs that require grad.
         return_lse: also return the log-sum-exp.
         backend: "auto", "cute", "triton" or "torch". A backend that is named and cannot run the call raises.
@@ -78,14 +89,14 @@ def attention(
             raise ValueError(f"{', '.join(extra)} came with a Plan, which already holds the batch; pass them to plan()")
         _check_names(batch_args)
         paged = batch.with_page_table(batch_args.get("page_table"))
-        call, scale = _check(q, k, v, paged, scale, softcap, sinks, out)
+        call, options = _check(q, k, v, paged, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
         run = dispatch.choose(call, backend)
         page_table = paged.page_table
     elif isinstance(mask, Mask):
         _check_names(batch_args)
         batch = _batch(q, k, batch_args)
         batch.check_mask(mask)
-        call, scale = _check(q, k, v, batch, scale, softcap, sinks, out)
+        call, options = _check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
         run = dispatch.choose(call, backend)
         page_table = batch.page_table
         the_plan = Plan(mask, batch, dispatch.lowering(q.device.type))
@@ -93,9 +104,7 @@ def attention(
         raise ValueError(f"mask must be a mmattn.Mask or a mmattn.Plan, got {type(mask).__name__}")
     if page_table is not None and debugging():
         batch.with_page_table(page_table).check_pages(k.shape[1], k.shape[0], the_plan.rows)
-    result, lse = run(
-        q, k, v, the_plan, page_table, scale=scale, softcap=softcap, sinks=sinks, out=out, with_lse=return_lse
-    )
+    result, lse = run(q, k, v, the_plan, page_table, options=options, out=out, with_lse=return_lse)
     return (result, lse) if return_lse else result
 
 
@@ -130,7 +139,8 @@ def plan(
 
 def supported(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Plan, *, scale: float | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, out: Tensor | None = None, return_lse: bool = False, **batch_args: Any,
+    sinks: Tensor | None = None, k_scale: Tensor | float | None = None, v_scale: Tensor | float | None = None,
+    num_splits: int | None = None, out: Tensor | None = None, return_lse: bool = False, **batch_args: Any,
 ) -> dict[str, list[str]]:  # fmt: skip
     """Backend -> every reason why it cannot run this call; `[]` means that it can.
 
@@ -142,7 +152,7 @@ def supported(
     else:
         batch = _batch(q, k, batch_args)
         batch.check_mask(mask)
-    return dispatch.reasons(_check(q, k, v, batch, scale, softcap, sinks, out)[0])
+    return dispatch.reasons(_check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0])
 
 
 def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -176,7 +186,9 @@ def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor
 def _check_names(batch_args: dict[str, Any]) -> None:
     unknown = batch_args.keys() - _BATCH_ARGUMENTS
     if unknown:
-        raise TypeError(f"unknown argument {', '.join(sorted(unknown))}; the batch arguments are {', '.join(sorted(_BATCH_ARGUMENTS))}")
+        raise TypeError(
+            f"unknown argument {', '.join(sorted(unknown))}; the batch arguments are {', '.join(sorted(_BATCH_ARGUMENTS))}"
+        )
 
 
 def _batch(q: Tensor, k: Tensor, batch_args: dict[str, Any]) -> Batch:
@@ -186,19 +198,22 @@ def _batch(q: Tensor, k: Tensor, batch_args: dict[str, Any]) -> Batch:
     return Batch.build(q_shape=q.shape, k_shape=k.shape, device=q.device, **batch_args)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float | None, softcap: float | None, sinks: Tensor | None, out: Tensor | None
-) -> tuple[Call, float]:  # fmt: skip
-    """Checks every tensor against the batch, on the host; returns the call's static facts and its scale."""
-    dtype, device = q.dtype, q.device
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None, out: Tensor | None,
+) -> tuple[Call, Options]:  # fmt: skip
+    """Checks every tensor against the batch, on the host; returns the call's static facts and its options."""
+    dtype, kv_dtype, device = q.dtype, k.dtype, q.device
     for name, x in (("k", k), ("v", v)):
-        if x.dtype is not dtype:
-            raise ValueError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
+        if x.dtype is not kv_dtype or (kv_dtype is not dtype and (kv_dtype not in _FLOAT8 or dtype not in _HALF)):
+            raise ValueError(
+                f"{name} must have q's dtype {dtype} (or both k and v one float8 type, with half-precision q), got {x.dtype}"
+            )
         if x.device != device:
             raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
     if batch.device != device:
@@ -227,8 +242,14 @@ def _check(
             raise ValueError(
                 f"the plan holds {batch.total_q} packed rows, got q of shape {list(q_shape)} (plan() takes q or total_q)"
             )
-    elif (q_shape[0], q_shape[1]) != (batch.batch_size, batch.seqlen_q) if dims_q == 4 else (batch.batch_size, batch.seqlen_q) != (1, rows):
-        raise ValueError(f"the plan holds {batch.batch_size} sequences of {batch.seqlen_q} rows, got q of shape {list(q_shape)}")
+    elif (
+        (q_shape[0], q_shape[1]) != (batch.batch_size, batch.seqlen_q)
+        if dims_q == 4
+        else (batch.batch_size, batch.seqlen_q) != (1, rows)
+    ):
+        raise ValueError(
+            f"the plan holds {batch.batch_size} sequences of {batch.seqlen_q} rows, got q of shape {list(q_shape)}"
+        )
     paged = batch.page_table is not None
     if paged:
         if dims_k != 4:
@@ -244,8 +265,18 @@ def _check(
             want = f"{batch.batch_size} sequences" + ("" if batch.seqlen_k is None else f" of {batch.seqlen_k} keys")
             raise ValueError(f"k must hold {want}, got shape {list(k_shape)} (paged k needs page_table)")
 
-    if sinks is not None and (tuple(sinks.shape) != (heads_q,) or sinks.device != device or not sinks.dtype.is_floating_point):
-        raise ValueError(f"sinks must be a floating-point tensor [{heads_q}] on {device}, got {sinks.dtype} {list(sinks.shape)} on {sinks.device}")
+    if sinks is not None and (
+        tuple(sinks.shape) != (heads_q,) or sinks.device != device or not sinks.dtype.is_floating_point
+    ):
+        raise ValueError(
+            f"sinks must be a floating-point tensor [{heads_q}] on {device}, got {sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        )
+    k_scale = None if k_scale is None else _kv_scale("k_scale", k_scale, batch.batch_size, heads_kv, device)
+    v_scale = None if v_scale is None else _kv_scale("v_scale", v_scale, batch.batch_size, heads_kv, device)
+    if num_splits is not None and (
+        isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= 256
+    ):
+        raise ValueError(f"num_splits must be None or an integer in 1..256, got {num_splits!r}")
     scale = head_dim**-0.5 if scale is None else float(scale)
     if not 0 <= scale < math.inf:
         raise ValueError(f"scale must be finite and >= 0, got {scale}")
@@ -253,7 +284,12 @@ def _check(
         raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
     if out is not None:
         want_shape = (*q_shape[:-1], head_dim_v)
-        if tuple(out.shape) != want_shape or out.dtype is not dtype or out.device != device or (out.stride(-1) != 1 and head_dim_v != 1):
+        if (
+            tuple(out.shape) != want_shape
+            or out.dtype is not dtype
+            or out.device != device
+            or (out.stride(-1) != 1 and head_dim_v != 1)
+        ):
             raise ValueError(
                 f"out must be {dtype} {list(want_shape)} on {device} with last stride 1, "
                 f"got {out.dtype} {list(out.shape)} on {out.device} with strides {out.stride()}"
@@ -262,13 +298,31 @@ def _check(
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
     call = Call(
-        device_type=device.type, capability=_capability(device), dtype=dtype,
+        device_type=device.type, capability=_capability(device), dtype=dtype, kv_dtype=kv_dtype,
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
-        page_size=k_shape[1] if paged else None, aligned=_aligned(q) and _aligned(k) and _aligned(v),
-        softcap=softcap is not None, sinks=sinks is not None, out=out is not None, grad=grad,
+        page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
+        few_rows=batch.max_seqlen_q <= FEW_ROWS,
+        softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
+        num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip
-    return call, scale
+    return call, Options(scale, softcap, sinks, k_scale, v_scale, num_splits)
+
+
+def _kv_scale(name: str, x: Any, batch_size: int, heads_kv: int, device: torch.device) -> Tensor:
+    """A scale as a float32 `[B, Hkv]` view."""
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        x = torch.full((1, 1), float(x), device=device)
+    fits = isinstance(x, Tensor) and x.dtype is torch.float32 and x.device == device
+    if not fits or (x.numel() != 1 and tuple(x.shape) != (batch_size, heads_kv)):
+        got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(
+            f"{name} must be a number, or a float32 tensor of one element or [{batch_size}, {heads_kv}] on {device}, got {got}"
+        )
+    if x.numel() == 1:
+        x = x.reshape(1, 1)
+    view: Tensor = x.expand(batch_size, heads_kv)
+    return view
 
 
 def _aligned(x: Tensor) -> bool:

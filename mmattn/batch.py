@@ -16,6 +16,9 @@ from torch import Tensor
 
 from .mask import Mask, MaskError
 
+FEW_ROWS = 64
+"""Up to this many rows per sequence a call counts as decoding, or verifying drafts, and its keys may be split."""
+
 SpanLists = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -107,6 +110,8 @@ class Batch:
         if device is None:
             device = next((x.device for x in tensors.values() if isinstance(x, Tensor)), torch.device("cpu"))
         device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         for name, size in (
             ("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k), ("batch_size", batch_size), ("total_q", total_q),
         ):  # fmt: skip
@@ -148,7 +153,9 @@ class Batch:
             elif total_q is None and max_seqlen_q is not None:
                 total_q = b * max_seqlen_q
             if total_q is None:
-                raise ValueError("planning packed rows needs q, total_q or max_seqlen_q: lengths are not read from the device")
+                raise ValueError(
+                    "planning packed rows needs q, total_q or max_seqlen_q: lengths are not read from the device"
+                )
             max_seqlen_q = total_q if max_seqlen_q is None else max_seqlen_q
         else:
             if q_shape is not None:
@@ -170,7 +177,9 @@ class Batch:
         # Keys.
         seqlen_k = None
         if k_shape is not None and len(k_shape) not in (3, 4):
-            raise ValueError(f"k must be [Tk, Hkv, D], [B, Sk, Hkv, D] or pages [P, page, Hkv, D], got shape {list(k_shape)}")
+            raise ValueError(
+                f"k must be [Tk, Hkv, D], [B, Sk, Hkv, D] or pages [P, page, Hkv, D], got shape {list(k_shape)}"
+            )
         if page_table is not None:
             if cu_seqlens_k is not None:
                 raise ValueError("page_table takes seqused_k, not cu_seqlens_k")
@@ -190,8 +199,14 @@ class Batch:
         elif k_shape is not None:
             held = k_shape[0] if len(k_shape) == 4 else 1
             if held != b:
-                hint = "pass page_table for paged k, or cu_seqlens_k for packed k" if held != 1 or len(k_shape) == 3 else ""
-                raise ValueError(f"k of shape {list(k_shape)} holds {held} sequences, but {owner} holds {b}. {hint}".rstrip(". "))
+                hint = (
+                    "pass page_table for paged k, or cu_seqlens_k for packed k"
+                    if held != 1 or len(k_shape) == 3
+                    else ""
+                )
+                raise ValueError(
+                    f"k of shape {list(k_shape)} holds {held} sequences, but {owner} holds {b}. {hint}".rstrip(". ")
+                )
             seqlen_k = k_shape[-3]
         elif seqused_k is None and max_seqlen_k is None:
             raise ValueError("planning needs k, seqused_k, cu_seqlens_k or max_seqlen_k to know where the keys end")
@@ -361,7 +376,9 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
     if device.type != "cuda" or width == 0:
         return host.to(device)
     if torch.cuda.is_current_stream_capturing():
-        raise ValueError("under CUDA graph capture pass mm_prefix_range as an int32 [B, R, 2] tensor on the device, not as lists")
+        raise ValueError(
+            "under CUDA graph capture pass mm_prefix_range as an int32 [B, R, 2] tensor on the device, not as lists"
+        )
     return host.pin_memory().to(device, non_blocking=True)
 
 
@@ -373,6 +390,7 @@ class Call:
     capability: tuple[int, int] | None
     """Compute capability of an NVIDIA GPU; None elsewhere."""
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     heads_q: int
     heads_kv: int
     head_dim: int
@@ -382,18 +400,29 @@ class Call:
     page_size: int | None
     """None when k is not paged."""
     aligned: bool
-    """Whether q, k and v start at multiples of 16 bytes and all their strides are such multiples."""
+    """Whether q, k, v and out start at multiples of 16 bytes and all their strides are such multiples."""
+    few_rows: bool
+    """Whether no sequence has more rows than decoding and verifying drafts need (`FEW_ROWS`)."""
     softcap: bool
     sinks: bool
+    scales: bool
+    num_splits: bool
     out: bool
     grad: bool
 
     def __str__(self) -> str:
         arch = "" if self.capability is None else f" sm_{self.capability[0]}{self.capability[1]}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.kv_dtype is not self.dtype:
+            dtype += f" over {str(self.kv_dtype).removeprefix('torch.')}"
         kv = "packed" if self.packed_k else "batched" if self.page_size is None else f"paged({self.page_size})"
-        extras = [name for name in ("softcap", "sinks", "out", "grad") if getattr(self, name)]
+        extras = [
+            name
+            for name in ("few_rows", "softcap", "sinks", "scales", "num_splits", "out", "grad")
+            if getattr(self, name)
+        ]
         return (
-            f"{self.device_type}{arch} {str(self.dtype).removeprefix('torch.')}, heads {self.heads_q}/{self.heads_kv}, "
+            f"{self.device_type}{arch} {dtype}, heads {self.heads_q}/{self.heads_kv}, "
             f"head dim {self.head_dim}/{self.head_dim_v}, q {'packed' if self.packed_q else 'batched'}, k {kv}"
             + (f", {', '.join(extras)}" if extras else "")
         )

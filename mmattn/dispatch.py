@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from . import torch_backend
 from .batch import Call
 from .cute import support as cute_support
-from .plan import Lowering, Plan, TorchLowering
+from .plan import Lowering, Options, Plan, TorchLowering
 from .triton import support as triton_support
 
 log = logging.getLogger("mmattn")
@@ -29,14 +29,13 @@ class Forward(Protocol):
     """Attention over a plan.
 
     q `[T, Hq, D]` or `[B, S, Hq, D]`; k and v `[Tk, Hkv, D]`, `[B, Sk, Hkv, D]` or pages `[P, page, Hkv, D]` with an
-    int32 `page_table` `[B, max_pages]`; the last dim of v may differ. `scale` multiplies the scores, `softcap` bounds
-    them, `sinks` `[Hq]` joins the softmax denominator. Returns out (q's shape with v's last dim) and the natural-log
-    LSE, float32 `[Hq, T]` or `[B, Hq, S]`, or None.
+    int32 `page_table` `[B, max_pages]`; the last dim of v may differ. Returns out (q's shape with v's last dim) and the
+    natural-log LSE, float32 `[Hq, T]` or `[B, Hq, S]`, or None.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, scale: float,
-        softcap: float | None, sinks: Tensor | None, out: Tensor | None, with_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *,
+        options: Options, out: Tensor | None, with_lse: bool,
     ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
 
 
@@ -52,14 +51,14 @@ def _kernel(module: str) -> Forward:
     """The `forward` of a kernel module, which writes to `out` and `lse`, with both allocated where they are not given."""
     write = import_module(module, __package__).forward
 
-    def forward(q, k, v, plan, page_table, *, scale, softcap, sinks, out, with_lse):  # type: ignore[no-untyped-def]
+    def forward(q, k, v, plan, page_table, *, options, out, with_lse):  # type: ignore[no-untyped-def]
         if out is None:
             out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = None
         if with_lse:
             shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
             lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        write(q, k, v, plan, page_table, scale=scale, softcap=softcap, sinks=sinks, out=out, lse=lse)
+        write(q, k, v, plan, page_table, options=options, out=out, lse=lse)
         return out, lse
 
     return forward
@@ -105,7 +104,7 @@ def choose(call: Call, name: str) -> Forward:
     return chosen.load(call)
 
 
-@lru_cache(maxsize=None)
+@cache
 def lowering(device_type: str) -> Lowering:
     """Who computes plans on a kind of device: Triton kernels on a GPU that runs them, torch elsewhere."""
     if device_type == "cuda" and triton_support.installed():

@@ -175,9 +175,7 @@ class Mask:
         """Keys of the row's own chunk and of `lookback` chunks before it (Llama 4: lookback 0)."""
         return cls(chunk_size=chunk_size, chunk_lookback=lookback, **kw)
 
-    def visible(
-        self, q: Any, k: Any, *, spans: Iterable[tuple[Any, Any]] = (), causal: Any = None
-    ) -> torch.Tensor:
+    def visible(self, q: Any, k: Any, *, spans: Iterable[tuple[Any, Any]] = (), causal: Any = None) -> torch.Tensor:
         """The definition: whether the row at absolute position `q` may see the key at absolute position `k`.
 
         `q`, `k`, the span ends and `causal` (non-zero = causal; default: the mask's own) are integers or integer
@@ -206,9 +204,7 @@ class Mask:
         in_same_span = ~anywhere
         for start, end in spans:
             start, end = torch.as_tensor(start), torch.as_tensor(end)
-            in_same_span = in_same_span | (
-                (start < end) & (start <= q) & (q <= end) & (start <= k) & (k <= end)
-            )
+            in_same_span = in_same_span | ((start < end) & (start <= q) & (q <= end) & (start <= k) & (k <= end))
         if self.mm_prefix_clamp:
             in_same_span = in_same_span & in_left_window
 
@@ -250,12 +246,15 @@ class Mask:
             )
 
     def matrix(
-        self, q_len: int, kv_len: int | None = None, *, spans: Iterable[tuple[int, int]] = (), q_start: int | None = None
+        self,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        spans: Iterable[tuple[int, int]] = (),
+        q_start: int | None = None,
     ) -> str:
         """The mask as text, `x` where visible: rows `q_start..`, by default aligned to the last key."""
         kv_len = q_len if kv_len is None else kv_len
         q_start = kv_len - q_len if q_start is None else q_start
-        seen = self.visible(
-            torch.arange(q_start, q_start + q_len)[:, None], torch.arange(kv_len)[None, :], spans=spans
-        )
+        seen = self.visible(torch.arange(q_start, q_start + q_len)[:, None], torch.arange(kv_len)[None, :], spans=spans)
         return "\n".join(" ".join("x" if cell else "." for cell in row) for row in seen.tolist())

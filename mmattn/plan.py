@@ -36,6 +36,19 @@ class TileTable:
     """int32 `[batch_size + 1]`."""
 
 
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What a call asks for beside its mask; see `attention()`."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    """float32 `[B, Hkv]`, any strides."""
+    v_scale: Tensor | None = None
+    num_splits: int | None = None
+
+
 class Lowering(Protocol):
     """How row intervals and tile tables are computed on one kind of device."""
 

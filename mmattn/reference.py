@@ -52,12 +52,14 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
     dtype: torch.dtype = torch.float64,
     **batch_args: Any,
 ) -> tuple[Tensor, Tensor]:
     """What `attention()` must return, computed densely: `(out, lse)` in `dtype`.
 
-    Takes the arguments of `attention()`, except `out`, `return_lse` and `backend`, and computes in `dtype`
+    Takes the arguments of `attention()`, except `out`, `return_lse`, `backend` and `num_splits`, and computes in `dtype`
     throughout (the eager computation of a lower precision is the yardstick of the error budget). Differentiable.
 
     `out` has q's shape with v's last dim, `lse` is `[Hq, T]` (packed) or `[B, Hq, S]`, natural log.
@@ -76,6 +78,13 @@ def reference(
         mine = slice(offsets[b], offsets[b + 1])
         kb = sequence_keys(k, batch, b).to(dtype).repeat_interleave(group, dim=1)
         vb = sequence_keys(v, batch, b).to(dtype).repeat_interleave(group, dim=1)
+        for x, x_scale in ((kb, k_scale), (vb, v_scale)):
+            if x_scale is not None:
+                x *= (
+                    torch.as_tensor(x_scale, dtype=dtype)
+                    .expand(batch.batch_size, k.shape[-2])[b]
+                    .repeat_interleave(group)[:, None]
+                )
         seen = visible_pairs(mask, batch, b)
         # A slot that no row sees may hold anything, NaN included.
         kb, vb = (x.masked_fill(~seen.any(0)[:, None, None], 0) for x in (kb, vb))

@@ -8,13 +8,14 @@ that synchronises, which is why the kernels come first there.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .batch import Batch, Call
-from .plan import Plan
+from .plan import Options, Plan
 
 BLOCK_ROWS = 128
 SCORE_ELEMENTS = 2**23
@@ -37,15 +38,13 @@ def forward(
     plan: Plan,
     page_table: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: Options,
     out: Tensor | None,
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `dispatch.Forward`. Differentiable in q, k, v and sinks; backward recomputes the scores block by block."""
-    batch = plan.batch
-    heads, heads_kv = q.shape[-2], k.shape[-2]
+    """See `dispatch.Forward`. Differentiable in q, k, v, sinks and the scales; backward recomputes the scores block by block."""
+    batch, sinks = plan.batch, options.sinks
+    heads = q.shape[-2]
     rows = q.reshape(-1, heads, q.shape[-1])
     outs, lses = [], []
     offsets, kv_lens = batch.row_offsets().tolist(), batch.kv_lens().tolist()
@@ -60,8 +59,11 @@ def forward(
                 _slice(x, batch, page_table, b, lo, hi, 0 if k_offsets is None else k_offsets[b]) for x in (k, v)
             )
             seen = plan.rows[first:last] - lo
-            args = (rows[first:last], keys, values, seen, sinks, scale, softcap, heads_kv)
-            piece = checkpoint(_attend, *args, use_reentrant=False) if grad else _attend(*args)
+            k_scale, v_scale = (None if x is None else x[b] for x in (options.k_scale, options.v_scale))
+            attend = partial(_attend, scale=options.scale, softcap=options.softcap)
+            if grad:
+                attend = partial(checkpoint, attend, use_reentrant=False)
+            piece = attend(rows[first:last], keys, values, seen, sinks, k_scale, v_scale)
             outs.append(piece[0])
             lses.append(piece[1])
             first = last
@@ -104,13 +106,16 @@ def _slice(x: Tensor, batch: Batch, page_table: Tensor | None, b: int, lo: int, 
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, scale: float, softcap: float | None, heads_kv: int
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+    *, scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One block: `[m, Hq, D]` rows over `[n, Hkv, D]` keys; row i sees keys `seen[i, 0] <= j < seen[i, 1]`."""
-    m, heads, _ = q.shape
+    (m, heads, _), heads_kv = q.shape, k.shape[1]
     compute = torch.promote_types(q.dtype, torch.float32)
     qs = q.to(compute).reshape(m, heads_kv, heads // heads_kv, -1).permute(1, 2, 0, 3)
     scores = qs @ k.to(compute).permute(1, 2, 0)[:, None] * scale
+    if k_scale is not None:
+        scores = scores * k_scale.to(compute)[:, None, None, None]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     key = torch.arange(k.shape[0], device=q.device)
@@ -126,5 +131,7 @@ def _attend(
     if sinks is not None:
         total = total + torch.exp(sink - top)
     out = weights @ v.to(compute).permute(1, 0, 2)[:, None] / total.masked_fill(total == 0, 1)
+    if v_scale is not None:
+        out = out * v_scale.to(compute)[:, None, None, None]
     lse = (top + torch.log(total)).to(torch.float32).reshape(heads, m)
     return out.permute(2, 0, 1, 3).reshape(m, heads, -1).to(q.dtype), lse

@@ -53,14 +53,23 @@ def why_not(call: Call) -> list[str]:
     if call.dtype not in (torch.float16, torch.bfloat16):
         name = str(call.dtype).removeprefix("torch.")
         reasons.append(f"dtype {name} is not float16 or bfloat16; cast q, k and v or use the triton backend")
+    if call.kv_dtype is not call.dtype or call.scales:
+        reasons.append("no float8 keys and values or k_scale/v_scale; use the triton backend")
+    if call.few_rows:
+        reasons.append("FlashAttention-4 has no split-KV on SM90, and few query rows need it; use the triton backend")
+    if call.num_splits:
+        reasons.append("num_splits is not supported; use the triton backend")
     reasons += _head_dim_reasons(call, hopper)
     if not call.aligned:
         reasons.append(
-            "q, k, v or out does not start at a multiple of 16 bytes or has a stride that is none; pass contiguous tensors"
+            "q, k, v or out does not start at a multiple of 16 bytes, or has a stride that is not such a multiple; "
+            "pass contiguous tensors"
         )
     if call.page_size is not None:
         if not hopper:
-            reasons.append("FlashAttention-4 takes no block lists with paged k and v on this GPU; use the triton backend")
+            reasons.append(
+                "FlashAttention-4 takes no block lists with paged k and v on this GPU; use the triton backend"
+            )
         elif call.head_dim % 16 or call.head_dim_v % 16:
             reasons.append("head dims of paged k and v must be multiples of 16; pad them or use the triton backend")
     if call.grad:

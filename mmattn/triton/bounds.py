@@ -22,7 +22,6 @@ SPANS = 256
 SPANS_AT_ONCE = 32
 
 
-
 @triton.jit
 def _where(condition, a, b):
     return tl.where(condition, a, b)

@@ -25,10 +25,10 @@ _Table = dict[tuple[int, int], Tile]
 
 # 227 KiB of shared memory, wgmma.
 _HOPPER: _Table = {
-    (64, 2): Tile(128, 64, 4, 3),
-    (128, 2): Tile(128, 64, 8, 3, tma=True),
+    (64, 2): Tile(128, 64, 4, 3, tma=True),
+    (128, 2): Tile(64, 64, 4, 3, tma=True),
     (256, 2): Tile(128, 64, 8, 2, tma=True),
-    (512, 2): Tile(64, 32, 8, 2),
+    (512, 2): Tile(64, 32, 8, 2, tma=True),
     (64, 4): Tile(64, 32, 4, 2),
     (128, 4): Tile(64, 32, 4, 2),
     (256, 4): Tile(32, 32, 4, 2),
@@ -82,17 +82,45 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
     return tile if rows == tile.tile_m else tile._replace(tile_m=rows, warps=4, tma=False)
 
 
-def split_head_dim(d: int) -> tuple[int, int]:
+# Few rows: what counts is bytes in flight, so several programs share a multiprocessor.
+# (head dim, bytes of the wider element) -> keys per block, stages.
+_SHORT: dict[tuple[int, int], tuple[int, int]] = {
+    (64, 2): (128, 2),
+    (128, 2): (64, 2),
+    (256, 2): (32, 2),
+    (512, 2): (16, 3),
+    (64, 4): (32, 3),
+    (128, 4): (32, 2),
+    (256, 4): (16, 2),
+    (512, 4): (16, 1),
+}
+SHORT_RANGE = 2048
+"""Up to this many keys smaller blocks win: less of the two edges is wasted."""
+
+
+def choose_short_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int, keys: int) -> Tile:
+    """The tile of the split path, for `packed_rows` rows of one KV head that see at most `keys` keys."""
+    size = min(4, max(2, element_bytes))
+    _, (tile_n, stages) = min((key, entry) for key, entry in _SHORT.items() if key[0] >= head_dim and key[1] == size)
+    if keys <= SHORT_RANGE and tile_n > 32:
+        tile_n, stages = tile_n // 2, stages + 1
+    widest = 64 if head_dim <= 256 else 32
+    rows = 16
+    while rows < min(packed_rows, widest):
+        rows *= 2
+    return Tile(rows, tile_n, 4, 1 if arch == "small" and head_dim > 128 else stages)
+
+
+def split_head_dim(d: int, whole: bool = False) -> tuple[int, int]:
     """A head dim as one or two powers of two (head, tail), the sizes that tensor cores and Triton blocks take.
 
-    72 = 64 + 16 (half of it masked), 192 = 128 + 64, 256 = 256 + 0; where that saves nothing, one larger block.
+    192 = 128 + 64, 256 = 256 + 0. Where two do not give d exactly, or with `whole`, one block that is masked: 72 -> 128.
     """
     head = 16
     while head * 2 <= d:
         head *= 2
     if d <= head:
         return head, 0
-    tail = 16
-    while tail < d - head:
-        tail *= 2
-    return (head, tail) if tail < head else (head * 2, 0)
+    tail = d - head
+    exact = tail >= 16 and tail & (tail - 1) == 0
+    return (head, tail) if exact and not whole else (head * 2, 0)

@@ -7,7 +7,7 @@ It knows nothing of masks beyond `[lo, hi)` per row.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..plan import Plan
-from .config import Tile, architecture, choose_tile, split_head_dim
+from ..batch import FEW_ROWS
+from ..plan import Options, Plan
+from . import decode
+from .config import Tile, architecture, choose_short_tile, choose_tile, split_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -46,7 +48,12 @@ def _load(
             at = x + n.to(tl.int64) * row_stride + (keys[:, None] * row_stride + d[None, :])
         elif PAGE % TILE_N == 0:  # the block lies within one page; an edge block exists only if a row needs it
             page = tl.load(pages + n // PAGE).to(tl.int64)
-            at = x + page * page_stride + (n % PAGE).to(tl.int64) * row_stride + (keys[:, None] * row_stride + d[None, :])
+            at = (
+                x
+                + page * page_stride
+                + (n % PAGE).to(tl.int64) * row_stride
+                + (keys[:, None] * row_stride + d[None, :])
+            )
         else:
             if EDGE:
                 page = tl.load(pages + key // PAGE, mask=(key >= first) & (key < end), other=0)
@@ -79,12 +86,14 @@ def _walk(
     keys = tl.arange(0, TILE_N)
     for block in tl.range(begin, stop):
         n = block * TILE_N
-        kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride, D, 0, K_HEAD, TILE_N, PAGE, TMA, EDGE)
-        s = _dot(q, kt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
+        kt = _load(
+            k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride, D, 0, K_HEAD, TILE_N, PAGE, TMA, EDGE
+        )
+        s = _dot(q, kt.to(q.dtype).T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
         if K_TAIL > 0:
             kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride,
                        D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
-            s = _dot(q_tail, kt.T, s, PRECISION)
+            s = _dot(q_tail, kt.to(q.dtype).T, s, PRECISION)
         if SOFTCAP:
             # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where exp gives inf or 0.
             s = cap * LOG2E * (1 - 2 / (1 + tl.exp2(s * (scale * 2 / cap))))
@@ -108,36 +117,44 @@ def _walk(
         top = new_top
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride, DV, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE)
+        vt = _load(
+            v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride, DV, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE
+        )
         if TMA and EDGE:  # TMA loads whole blocks; 0 * NaN from a slot that no row needs would be NaN
             needed = (n + keys >= first) & (n + keys < end)
             vt = tl.where(needed[:, None], vt, 0.0)
-        p = p.to(vt.dtype)
-        acc = _dot(p, vt, acc, PRECISION)
+        p = p.to(q.dtype)
+        acc = _dot(p, vt.to(q.dtype), acc, PRECISION)
         if V_TAIL > 0:
             acc_tail = acc_tail * alpha[:, None]
             vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
                        DV, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
-            acc_tail = _dot(p, vt, acc_tail, PRECISION)
+            acc_tail = _dot(p, vt.to(q.dtype), acc_tail, PRECISION)
     return acc, acc_tail, total, top
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "total_q", "heads_kv", "batch_size", "capacity", "page_table_stride",
                                "k_rows_batch", "k_rows_head", "k_cols_head", "v_rows_batch", "v_rows_head", "v_cols_head",
-                               "lse_batch", "lse_head"])  # fmt: skip
+                               "lse_batch", "lse_head", "lse_split", "out_split", "k_scale_batch", "k_scale_head",
+                               "v_scale_batch", "v_scale_head", "rows_above", "rows_upto"])  # fmt: skip
 def _forward_kernel(
-    q, k, v, out, lse, rows, ranges, index, cu_seqlens_q, cu_seqlens_k, page_table, sinks,
+    q, k, v, out, lse, rows, ranges, index, starts, cu_seqlens_q, cu_seqlens_k, page_table, sinks, k_scale, v_scale,
     q_batch, q_row, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, out_batch, out_row, out_head,
-    lse_batch, lse_head, page_table_stride,
+    lse_batch, lse_head, out_split, lse_split, page_table_stride,
+    k_scale_batch, k_scale_head, v_scale_batch, v_scale_head,
     k_rows_batch, k_rows_head, k_cols_head, v_rows_batch, v_rows_head, v_cols_head,
-    seqlen_q, total_q, heads_kv, batch_size, capacity, scale, cap,
+    seqlen_q, total_q, heads_kv, batch_size, capacity, rows_above, rows_upto, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, KEYS8: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tiles * heads_kv, splits). With SPLIT, split s covers its share of the tile's key blocks and writes a
+    partial result to `out + s * out_split` and `lse + s * lse_split`; see decode.py."""
     # Heads vary fastest and tiles run backwards: on causal masks the longest tiles start first.
     head_kv = tl.program_id(0) % heads_kv
     slot = tl.num_programs(0) // heads_kv - 1 - tl.program_id(0) // heads_kv
+    if starts is not None:  # one tile per sequence
+        slot = tl.load(starts + slot)
     seq = tl.load(index + slot * 2)
     m = tl.load(index + slot * 2 + 1)
     if seq < 0:
@@ -159,6 +176,8 @@ def _forward_kernel(
         q += seq.to(tl.int64) * q_batch
         out += seq.to(tl.int64) * out_batch
         lse_row = seq.to(tl.int64) * lse_batch
+    if (length * GROUP <= rows_above) | (length * GROUP > rows_upto):  # the other launch's sequences
+        return
     packed = m * TILE_M + tl.arange(0, TILE_M)
     i = packed // GROUP
     head = head_kv * GROUP + packed % GROUP
@@ -180,7 +199,25 @@ def _forward_kernel(
     b1 = tl.load(ranges + slot * 4 + 1)
     b2 = tl.load(ranges + slot * 4 + 2)
     b3 = tl.minimum(tl.load(ranges + slot * 4 + 3), (end + TILE_N - 1) // TILE_N)
+    b1 = tl.minimum(b1, b3)
     b2 = tl.minimum(b2, tl.maximum(capacity // TILE_N, b1))
+    if SPLIT:
+        share = (b3 - b0 + tl.num_programs(1) - 1) // tl.num_programs(1)
+        b0 = tl.minimum(b0 + tl.program_id(1) * share, b3)
+        b3 = tl.minimum(b0 + share, b3)
+        b1 = tl.minimum(tl.maximum(b1, b0), b3)
+        b2 = tl.minimum(tl.maximum(b2, b0), b3)
+        lse += tl.program_id(1).to(tl.int64) * lse_split
+        out += tl.program_id(1).to(tl.int64) * out_split
+        if b0 >= b3:  # nothing to do for this split: its LSE says so, and nobody reads its output
+            tl.store(
+                lse + lse_row + head.to(tl.int64) * lse_head + i,
+                tl.full([TILE_M], float("-inf"), tl.float32),
+                mask=exists,
+            )
+            return
+    if k_scale is not None:
+        scale *= tl.load(k_scale + seq * k_scale_batch + head_kv * k_scale_head)
 
     k_row = 0
     k_col = 0
@@ -217,12 +254,16 @@ def _forward_kernel(
         d = K_HEAD + tl.arange(0, K_TAIL)
         qt = tl.load(at + d[None, :], mask=exists[:, None] & (d[None, :] < D), other=0.0)
 
+    if KEYS8:  # float8 becomes fp16 in one instruction, bf16 in three
+        qh = qh.to(tl.float16)
+        qt = qt.to(tl.float16)
+
     acc = tl.zeros([TILE_M, V_HEAD], tl.float32)
     acc_tail = tl.zeros([TILE_M, V_TAIL if V_TAIL > 0 else 16], tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     acc, acc_tail, total, top = _walk(
-        acc, acc_tail, total, top, qh, qt, lo, hi, b0, tl.minimum(b1, b3), first, end,
+        acc, acc_tail, total, top, qh, qt, lo, hi, b0, b1, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
         D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, True)  # fmt: skip
     acc, acc_tail, total, top = _walk(
@@ -244,16 +285,22 @@ def _forward_kernel(
         acc_tail = acc_tail * alpha[:, None]
         top = new_top
     inverse = tl.where(total > 0, 1 / total, 0.0)
+    if v_scale is not None:
+        inverse *= tl.load(v_scale + seq * v_scale_batch + head_kv * v_scale_head)
     if lse is not None:
         value = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse + lse_row + head.to(tl.int64) * lse_head + i, value, mask=exists)
     at = out + i[:, None].to(tl.int64) * out_row + head[:, None].to(tl.int64) * out_head
     d = tl.arange(0, V_HEAD)
-    tl.store(at + d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV))
+    tl.store(
+        at + d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV)
+    )
     if V_TAIL > 0:
         d = V_HEAD + tl.arange(0, V_TAIL)
         tl.store(
-            at + d[None, :], (acc_tail * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV)
+            at + d[None, :],
+            (acc_tail * inverse[:, None]).to(out.dtype.element_ty),
+            mask=exists[:, None] & (d[None, :] < DV),
         )
 
 
@@ -264,27 +311,64 @@ def forward(
     plan: Plan,
     page_table: Tensor | None,
     *,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: Options,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Writes `out` and, if given, `lse`. See `dispatch.Kernel` for the arguments."""
+    """Writes `out` and, if given, `lse`; see `dispatch.Forward`.
+
+    Few rows against many keys take the split path of decode.py. A packed batch whose lengths differ may hold both long
+    and short sequences: it takes both launches, each of which leaves the other's sequences alone. All of this follows
+    from host sizes; lengths are read on the device.
+    """
     batch = plan.batch
-    heads_kv, head_dim, head_dim_v = k.shape[-2], k.shape[-1], v.shape[-1]
+    heads_kv = k.shape[-2]
     group = q.shape[-2] // heads_kv
-    tile = _tile(q.device, max(head_dim, head_dim_v), q.element_size(), batch.max_seqlen_q * group)
-    table = plan.tiles(tile.tile_m, group, tile.tile_n)
-    slots = table.ranges.shape[0]
-    if slots == 0 or heads_kv == 0:
+    if batch.total_q == 0 or heads_kv == 0:
         return
-    k_split, v_split = split_head_dim(head_dim), split_head_dim(head_dim_v)
-    packed_q, packed_k = batch.cu_seqlens_q is not None, batch.cu_seqlens_k is not None
-    page = k.shape[1] if page_table is not None else 0
-    if packed_k:
-        capacity = 0
+    launch = partial(_launch, q, k, v, plan, page_table, options, out, lse)
+    tiles = partial(_tiles, q.device, max(k.shape[-1], v.shape[-1]), q.element_size(), k.element_size())
+    rows, few_rows = batch.max_seqlen_q * group, FEW_ROWS * group
+    if options.num_splits is not None:
+        # Nothing may depend on the batch: a sequence's own length decides, and tiles are the tallest.
+        long_tile, short_tile = tiles(2**31, 2**31, 2**31)
+        if rows > few_rows:
+            launch(long_tile, 1, rows_above=few_rows)
+        launch(short_tile, options.num_splits, rows_upto=few_rows)
+        return
+    few = rows <= few_rows
+    mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
+    keys = _key_bound(k, plan, page_table)
+    long_tile, short_tile = tiles(rows, rows if few else group, keys)
+    if few:
+        programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
+        launch(short_tile, decode.choose_splits(q.device, programs, keys))
+    elif mixed:
+        launch(long_tile, 1, rows_above=short_tile.tile_m)
+        splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, keys)
+        launch(short_tile, splits, rows_upto=short_tile.tile_m)
     else:
+        launch(long_tile, 1)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, options: Options, out: Tensor,
+    lse: Tensor | None, tile: Tile, splits: int, rows_above: int = 0, rows_upto: int = 2**31 - 1,
+) -> None:  # fmt: skip
+    """One pass over the sequences with `rows_above < packed rows <= rows_upto`, in `splits` parts."""
+    batch = plan.batch
+    heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]
+    group = heads // heads_kv
+    table = plan.tiles(tile.tile_m, group, tile.tile_n)
+    by_sequence = rows_upto <= tile.tile_m
+    tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
+    # Triton 3.6 miscompiles the second block of a head (wrong rows, wild reads) where loads cannot be vectorised.
+    whole = not (_vectorises(k) and _vectorises(v))
+    k_split, v_split = split_head_dim(head_dim, whole), split_head_dim(head_dim_v, whole)
+    packed_q, packed_k = batch.packed_q, batch.cu_seqlens_k is not None
+    page = k.shape[1] if page_table is not None else 0
+    capacity = 0  # packed keys: each sequence's own length, read on the device
+    if not packed_k:
         capacity = page_table.shape[1] * page if page_table is not None else k.shape[-3]
 
     k_in, v_in, k_rows, v_rows = k, v, (0, 0, 0), (0, 0, 0)
@@ -298,32 +382,88 @@ def forward(
             v_in = TensorDescriptor(v, list(v_view[0]), list(v_view[1]), [tile.tile_n, head_dim_v])
             k_rows, v_rows = k_view[2], v_view[2]
 
+    to, lse_to, out_split, lse_split = out, lse, 0, 0
+    if splits > 1:
+        part = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
+        lse_shape = (heads, batch.total_q) if packed_q or out.dim() == 3 else (out.shape[0], heads, out.shape[1])
+        part_lse = torch.empty(splits, *lse_shape, dtype=torch.float32, device=q.device)
+        to, lse_to, out_split, lse_split = part[0], part_lse[0], part.stride(0), part_lse.stride(0)
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
-    if q.dtype is torch.bfloat16 and q.device.type == "cpu":
+    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and k.element_size() != 1:
         precision = "interpreted bf16"
 
-    _forward_kernel[(slots * heads_kv,)](
-        q, k_in, v_in, out, lse, plan.rows, table.ranges, table.index,
-        batch.cu_seqlens_q, batch.cu_seqlens_k, page_table, sinks,
-        *_strides(q), *_strides(k), *_strides(v), *_strides(out),
-        0 if lse is None or packed_q else lse.stride(0), 0 if lse is None else lse.stride(-2),
-        0 if page_table is None else page_table.stride(0), *k_rows, *v_rows,
-        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity,
-        scale * LOG2E.value, 1.0 if softcap is None else softcap,
+    _forward_kernel[(tiles * heads_kv, splits)](
+        q, k_in, v_in, to, lse_to, plan.rows, table.ranges, table.index, table.starts if by_sequence else None,
+        batch.cu_seqlens_q, batch.cu_seqlens_k, page_table, options.sinks if splits == 1 else None,
+        options.k_scale, options.v_scale,
+        *_strides(q), *_strides(k), *_strides(v), *_strides(to),
+        *_lse_strides(lse_to), out_split, lse_split, 0 if page_table is None else page_table.stride(0),
+        *_scale_strides(options.k_scale), *_scale_strides(options.v_scale), *k_rows, *v_rows,
+        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity, rows_above, rows_upto,
+        options.scale * LOG2E.value, 1.0 if options.softcap is None else options.softcap,
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
-        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=softcap is not None, TMA=tma,
-        PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=tma,
+        PRECISION=precision, SPLIT=splits > 1, KEYS8=k.element_size() == 1, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if splits > 1:
+        decode.combine(
+            part, part_lse, out, lse, options.sinks, batch, table, tiles, by_sequence, tile.tile_m, group, rows_upto
+        )
 
 
-@lru_cache(maxsize=None)
-def _tile(device: torch.device, head_dim: int, element_bytes: int, packed_rows: int) -> Tile:
-    return choose_tile(architecture(device), head_dim, element_bytes, packed_rows)
+def _key_bound(k: Tensor, plan: Plan, page_table: Tensor | None) -> int:
+    """An upper bound, from host sizes, on the keys that one tile of few rows walks."""
+    batch, mask = plan.batch, plan.mask
+    if page_table is not None:
+        keys = page_table.shape[1] * k.shape[1]
+    else:
+        keys = k.shape[-3] if batch.cu_seqlens_k is None else k.shape[0]
+    if batch.max_seqlen_k is not None:
+        keys = min(keys, batch.max_seqlen_k)
+    if batch.spans is None and batch.query_spans is None:
+        left, right, *_ = mask.limits
+        causal = mask.causal and batch.causal is None
+        keys = min(keys, left + (0 if causal else right) + batch.max_seqlen_q)
+    return keys
+
+
+@lru_cache(maxsize=4096)
+def _tiles(
+    device: torch.device,
+    head_dim: int,
+    element_bytes: int,
+    key_bytes: int,
+    packed_rows: int,
+    short_rows: int,
+    keys: int,
+) -> tuple[Tile, Tile]:
+    """The tile for long sequences, and the one for few rows."""
+    arch = architecture(device)
+    return (
+        choose_tile(arch, head_dim, element_bytes, packed_rows),
+        choose_short_tile(arch, head_dim, max(element_bytes, key_bytes), short_rows, keys),
+    )
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of (batch or page, row, head)."""
     return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def _vectorises(x: Tensor) -> bool:
+    """Whether Triton knows that every row starts at a multiple of 16 bytes: it looks at divisibility by 16 elements."""
+    return x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+
+
+def _lse_strides(lse: Tensor | None) -> tuple[int, int]:
+    """Strides of (batch, head)."""
+    if lse is None:
+        return 0, 0
+    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
+
+
+def _scale_strides(x: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
 def _matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int, int]] | None:
@@ -343,4 +483,3 @@ def _matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int
     rows = (sequences - 1) * (batch // row) + x.shape[-3] + ((heads - 1) * (head // row) if in_rows else 0)
     columns = d if in_rows else (heads - 1) * head + d
     return (rows, columns), (row, 1), (batch // row, head // row if in_rows else 0, 0 if in_rows else head)
-

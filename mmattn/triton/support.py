@@ -28,7 +28,9 @@ def why_not(call: Call) -> list[str]:
     if not installed():
         reasons.append("the package triton is not installed (pip install triton)")
     if call.device_type == "cpu" and not interpreting():
-        reasons.append("tensors are on the CPU; set TRITON_INTERPRET=1 before the first call to run it in Triton's interpreter")
+        reasons.append(
+            "tensors are on the CPU; set TRITON_INTERPRET=1 before the first call to run it in Triton's interpreter"
+        )
     elif call.device_type not in ("cpu", "cuda"):
         reasons.append(f"no Triton backend for device {call.device_type}")
     if call.capability is not None and call.capability < (7, 5):
@@ -37,6 +39,8 @@ def why_not(call: Call) -> list[str]:
         reasons.append(f"dtype {str(call.dtype).removeprefix('torch.')} is not float16, bfloat16 or float32")
     elif call.dtype is torch.bfloat16 and call.capability is not None and call.capability < (8, 0):
         reasons.append("bfloat16 needs compute capability 8.0")
+    if call.kv_dtype is not call.dtype and call.capability is not None and call.capability < (8, 9):
+        reasons.append("float8 keys and values need compute capability 8.9")
     if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"head dims {call.head_dim}/{call.head_dim_v} exceed {MAX_HEAD_DIM}")
     if call.grad:

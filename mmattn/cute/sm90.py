@@ -1,0 +1,208 @@
+"""FlashAttention-4 on SM90 over row intervals: kernel choice, compilation and launch."""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .support import PACKAGE, PINNED, installed_version
+
+if installed_version() != PINNED:
+    raise ImportError(
+        f"mmattn.cute.sm90 overrides internals of {PACKAGE} {PINNED}, but {installed_version() or 'none'} is "
+        f"installed: pip install {PACKAGE}=={PINNED}"
+    )
+
+import cutlass
+import cutlass.cute as cute
+from flash_attn.cute.interface import _tile_size_fwd_sm90
+from quack.compile_utils import make_fake_tensor
+
+from .interval_sm90 import IntervalForwardSm90
+
+if TYPE_CHECKING:
+    from ..plan import Options, Plan
+
+compilations = 0
+"""Kernels compiled by this process."""
+
+_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
+_kernels: dict[Variant, object] = {}
+_compiling = threading.Lock()
+
+
+class Tile(NamedTuple):
+    """Shape of a tile: packed query rows, keys per block; and whether P stays in registers for the second product."""
+
+    m: int
+    n: int
+    p_in_registers: bool
+
+
+class Variant(NamedTuple):
+    """All that is compiled into a kernel. Nothing here depends on a length, a count, a stride or a scalar's value."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    group: int
+    tile: Tile
+    packed_q: bool
+    packed_k: bool
+    paged: bool
+    page_is_block: bool
+    softcap: bool
+    sinks: torch.dtype | None
+    lse: bool
+
+
+@cache
+def tile_shape(head_dim: int, head_dim_v: int, windowed: bool, page_size: int | None) -> Tile:
+    """FA4's tile for these head dims.
+
+    Of its two choices (with and without a window) the one whose block is a page wins: TMA loads such pages.
+    """
+    choices = [
+        _tile_size_fwd_sm90(max(head_dim, head_dim_v), head_dim_v, True, local) for local in (windowed, not windowed)
+    ]
+    config = next((c for c in choices if c.n_block_size == page_size), choices[0])
+    return Tile(config.m_block_size, config.n_block_size, config.mma_pv_is_rs)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    page_table: Tensor | None,
+    *,
+    options: Options,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Writes attention of `q` over `k`, `v` under `plan` into `out` and `lse`.
+
+    q `[T, Hq, D]` or `[B, S, Hq, D]`; k, v `[Tk, Hkv, D]`, `[B, Sk, Hkv, D]` or paged `[P, page, Hkv, D]` with
+    `page_table` int32 `[B, max_pages]`; out like q with v's last dim; lse fp32 `[Hq, T]` or `[B, Hq, S]`, natural log.
+    float16 or bfloat16; last dims contiguous, other strides multiples of 16 bytes. `support.why_not` must have no
+    reason against the call.
+    """
+    batch, sinks, softcap = plan.batch, options.sinks, options.softcap
+    if q.numel() == 0:
+        return
+    if k.numel() == 0 or batch.batch_size == 0:
+        _nothing_to_see(sinks, out, lse)
+        return
+    if batch.cu_seqlens_q is None and q.dim() == 3:
+        q, out, lse = q[None], out[None], lse if lse is None else lse[None]
+    if batch.cu_seqlens_k is None and k.dim() == 3:
+        k, v = k[None], v[None]
+    if sinks is not None:
+        sinks = sinks.detach().to(sinks.dtype if sinks.dtype in _DTYPES else torch.float32).contiguous()
+    mask = plan.mask
+    group = q.shape[-2] // k.shape[-2]
+    page_size = k.shape[1] if page_table is not None else None
+    windowed = mask.window_left is not None or mask.chunk_size is not None
+    tile = tile_shape(q.shape[-1], v.shape[-1], windowed, page_size)
+    variant = Variant(
+        q.dtype,
+        q.shape[-1],
+        v.shape[-1],
+        group,
+        tile,
+        batch.cu_seqlens_q is not None,
+        batch.cu_seqlens_k is not None and page_table is None,
+        page_table is not None,
+        page_size == tile.n,
+        softcap is not None,
+        None if sinks is None else sinks.dtype,
+        lse is not None,
+    )
+    kernel = _kernels.get(variant) or compiled(variant)
+    table = plan.tiles(tile.m, group, tile.n)
+    kernel(
+        q.detach() if q.requires_grad else q,
+        k.detach() if k.requires_grad else k,
+        v.detach() if v.requires_grad else v,
+        out,
+        lse,
+        options.scale,
+        batch.cu_seqlens_q,
+        batch.cu_seqlens_k if variant.packed_k else None,
+        page_table,
+        sinks,
+        plan.rows,
+        table.ranges,
+        table.starts,
+        softcap,
+    )
+
+
+def _nothing_to_see(sinks: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
+    """The result where no key exists at all."""
+    out.zero_()
+    if lse is not None:
+        lse.copy_(torch.full_like(lse, float("-inf")) if sinks is None else sinks[:, None].expand_as(lse))
+
+
+def compiled(variant: Variant):
+    """The kernel of this variant, compiled at the first request (2 to 5 s). Needs no GPU."""
+    global compilations
+    with _compiling:
+        kernel = _kernels.get(variant)
+        if kernel is None:
+            kernel = _kernels[variant] = _compile(variant)
+            compilations += 1
+    return kernel
+
+
+def _compile(variant: Variant):
+    dtype = _DTYPES[variant.dtype]
+    kernel = IntervalForwardSm90(
+        dtype,
+        variant.head_dim,
+        variant.head_dim_v,
+        variant.group,
+        tile_m=variant.tile.m,
+        tile_n=variant.tile.n,
+        mma_pv_is_rs=variant.tile.p_in_registers,
+        paged_kv_non_tma=variant.paged and not variant.page_is_block,
+        has_softcap=variant.softcap,
+    )
+
+    def data(ndim: int):
+        return make_fake_tensor(dtype, tuple(cute.sym_int() for _ in range(ndim)), divisibility=8)
+
+    def vector(element, size=None):
+        return make_fake_tensor(element, (cute.sym_int(),) if size is None else size)
+
+    def table(columns: int):
+        return cute.runtime.make_fake_tensor(
+            cutlass.Int32, (cute.sym_int(), columns), stride=(columns, 1), assumed_align=4 * columns
+        )
+
+    q_dims, k_dims = 3 if variant.packed_q else 4, 3 if variant.packed_k else 4
+    lse = make_fake_tensor(cutlass.Float32, tuple(cute.sym_int() for _ in range(q_dims - 1))) if variant.lse else None
+    return cute.compile(
+        kernel,
+        data(q_dims),
+        data(k_dims),
+        data(k_dims),
+        data(q_dims),
+        lse,
+        1.0,
+        vector(cutlass.Int32) if variant.packed_q else None,
+        vector(cutlass.Int32) if variant.packed_k else None,
+        vector(cutlass.Int32, (cute.sym_int(), cute.sym_int())) if variant.paged else None,
+        None if variant.sinks is None else vector(_DTYPES[variant.sinks]),
+        table(2),
+        table(4),
+        vector(cutlass.Int32),
+        cutlass.Float32(1.0) if variant.softcap else None,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options="--enable-tvm-ffi",
+    )

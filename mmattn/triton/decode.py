@@ -1,0 +1,130 @@
+"""Split-KV: few query rows against many keys. Each split of a tile's key blocks gives a partial result; `combine` merges.
+
+Splits divide the row interval, not the cache, so a window costs the same at any context length. Their number follows
+from host sizes alone, so that a captured grid stays valid.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..batch import Batch
+from ..plan import TileTable
+
+MIN_KEYS = 1024
+"""A split with fewer keys costs more in combining than it gains."""
+MAX_SPLITS = 128
+RESIDENT = 3
+"""Programs that one multiprocessor holds."""
+
+
+def choose_splits(device: torch.device, programs: int, keys: int) -> int:
+    """How many splits fill the GPU without making any shorter than MIN_KEYS.
+
+    Few programs are cut to make one even wave; many, which end at different times, into several short ones.
+    """
+    if device.type != "cuda":
+        return 1
+    slots = _multiprocessors(device) * RESIDENT
+    wanted = slots // max(programs, 1) if programs * 2 <= slots else -(-3 * slots // programs)
+    return max(1, min(wanted, keys // MIN_KEYS, MAX_SPLITS))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["part_split", "part_lse_split", "part_lse_batch", "part_lse_head", "lse_batch", "lse_head",
+                               "splits", "seqlen_q", "total_q", "heads_kv", "batch_size", "rows_upto"])  # fmt: skip
+def _combine_kernel(
+    part, part_lse, out, lse, sinks, index, starts, cu_seqlens_q,
+    part_split, part_batch, part_row, part_head, part_lse_split, part_lse_batch, part_lse_head,
+    out_batch, out_row, out_head, lse_batch, lse_head, splits, seqlen_q, total_q, heads_kv, batch_size, rows_upto,
+    GROUP: tl.constexpr, DV: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles * heads_kv, TILE_M, columns / WIDTH): one packed row each."""
+    head_kv = tl.program_id(0) % heads_kv
+    slot = tl.program_id(0) // heads_kv
+    if starts is not None:
+        slot = tl.load(starts + slot)
+    seq = tl.load(index + slot * 2)
+    m = tl.load(index + slot * 2 + 1)
+    if seq < 0:
+        return
+    if cu_seqlens_q is not None:
+        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
+        end = total_q
+        if seq < batch_size:
+            end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
+        length = end - row0
+        batch = seq * 0
+    else:
+        length = seqlen_q
+        row0 = seq * 0
+        batch = seq
+    packed = m * TILE_M + tl.program_id(1)
+    if (packed >= length * GROUP) | (length * GROUP > rows_upto):
+        return
+    row = (row0 + packed // GROUP).to(tl.int64)
+    head = head_kv * GROUP + packed % GROUP
+    d = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    part += batch.to(tl.int64) * part_batch + row * part_row + head.to(tl.int64) * part_head
+    part_lse += batch.to(tl.int64) * part_lse_batch + head.to(tl.int64) * part_lse_head + row
+
+    top = tl.full([], float("-inf"), tl.float32)
+    if sinks is not None:
+        top = tl.load(sinks + head).to(tl.float32)
+    for s0 in range(0, splits, SPLITS):
+        s = s0 + tl.arange(0, SPLITS)
+        value = tl.load(part_lse + s.to(tl.int64) * part_lse_split, mask=s < splits, other=float("-inf"))
+        top = tl.maximum(top, tl.max(value, 0))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([], tl.float32)
+    if sinks is not None:
+        total = tl.exp(tl.load(sinks + head).to(tl.float32) - base)
+    acc = tl.zeros([WIDTH], tl.float32)
+    for s0 in range(0, splits, SPLITS):
+        s = s0 + tl.arange(0, SPLITS)
+        value = tl.load(part_lse + s.to(tl.int64) * part_lse_split, mask=s < splits, other=float("-inf"))
+        weight = tl.exp(value - base)
+        total += tl.sum(weight, 0)
+        wanted = (value > float("-inf"))[:, None] & (d < DV)[None, :]  # an empty split wrote no output
+        x = tl.load(part + s.to(tl.int64)[:, None] * part_split + d[None, :], mask=wanted, other=0.0)
+        acc += tl.sum(x * weight[:, None], 0)
+    at = out + batch.to(tl.int64) * out_batch + row * out_row + head.to(tl.int64) * out_head
+    tl.store(at + d, tl.where(total > 0, acc / total, 0.0).to(out.dtype.element_ty), mask=d < DV)
+    if lse is not None:
+        if tl.program_id(2) == 0:
+            value = tl.where(total > 0, base + tl.log(total), float("-inf"))
+            tl.store(lse + batch.to(tl.int64) * lse_batch + head.to(tl.int64) * lse_head + row, value)
+
+
+def combine(
+    part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, batch: Batch,
+    table: TileTable, tiles: int, by_sequence: bool, tile_m: int, group: int, rows_upto: int,
+) -> None:  # fmt: skip
+    """Merges `[splits, ...]` partial results (float32, natural-log LSE) into `out` and `lse`; a sink counts once."""
+    heads_kv, width = out.shape[-2] // group, 64
+
+    def strides(x: Tensor) -> tuple[int, int, int]:
+        return (
+            (0, x.stride(-3), x.stride(-2))
+            if batch.packed_q
+            else (x.stride(-4) if x.dim() >= 4 else 0, x.stride(-3), x.stride(-2))
+        )
+
+    def lse_strides(x: Tensor | None) -> tuple[int, int]:
+        return (0, 0) if x is None else ((0 if x.dim() < 3 else x.stride(-3)), x.stride(-2))
+
+    _combine_kernel[(tiles * heads_kv, min(tile_m, batch.max_seqlen_q * group), triton.cdiv(out.shape[-1], width))](
+        part, part_lse, out, lse, sinks, table.index, table.starts if by_sequence else None, batch.cu_seqlens_q,
+        part.stride(0), *strides(part[0]), part_lse.stride(0), *lse_strides(part_lse[0]), *strides(out), *lse_strides(lse),
+        part.shape[0], batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
+        GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=32, num_warps=2,
+    )  # fmt: skip
