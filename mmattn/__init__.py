@@ -3,6 +3,8 @@
 `import mmattn` loads neither triton nor cutlass; kernels load at the first call that uses them.
 """
 
+from typing import Any
+
 from .attention import attention, merge_states, plan, supported
 from .dispatch import UnsupportedError
 from .mask import Mask, MaskError
@@ -16,8 +18,18 @@ __all__ = [
     "Plan",
     "UnsupportedError",
     "attention",
+    "draw",
     "merge_states",
     "plan",
     "reference",
     "supported",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "draw":  # loaded on demand, with Pillow; the submodule of this name gives way to its function
+        from .draw import draw
+
+        globals()["draw"] = draw
+        return draw
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

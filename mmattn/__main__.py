@@ -1,4 +1,4 @@
-"""`python -m mmattn {demo, niah, info}`; `python -m mmattn COMMAND --help` lists the options of each."""
+"""`python -m mmattn {demo, niah, info, dflash-demo}`; `python -m mmattn COMMAND --help` lists the options of each."""
 
 from __future__ import annotations
 

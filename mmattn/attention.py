@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .batch import FEW_ROWS, Batch, Call, debugging
+from .batch import Batch, Call, debugging, wants_split
 from .mask import Mask
 from .plan import Options, Plan
 
@@ -302,7 +302,7 @@ def _check(
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
         page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
-        few_rows=batch.max_seqlen_q <= FEW_ROWS,
+        split_kv=wants_split(batch, heads_q // heads_kv, heads_kv),
         softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip

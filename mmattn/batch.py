@@ -382,6 +382,16 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def wants_split(batch: Batch, group: int, heads_kv: int) -> bool:
+    """Whether a kernel that gives every tile of query rows to one multiprocessor would leave most of a GPU idle.
+
+    By host sizes alone: few rows per sequence, and either too few of them to fill a tile or too few tiles in all.
+    """
+    rows = batch.max_seqlen_q * group
+    tiles = batch.batch_size * heads_kv * -(-rows // 128)
+    return batch.max_seqlen_q <= FEW_ROWS and (rows < 32 or tiles < 128)
+
+
 @dataclass(frozen=True)
 class Call:
     """The static facts of one call: all that a backend may look at to say whether it can run it."""
@@ -401,8 +411,8 @@ class Call:
     """None when k is not paged."""
     aligned: bool
     """Whether q, k, v and out start at multiples of 16 bytes and all their strides are such multiples."""
-    few_rows: bool
-    """Whether no sequence has more rows than decoding and verifying drafts need (`FEW_ROWS`)."""
+    split_kv: bool
+    """Whether the rows are too few to fill a GPU unless the keys are split (see `wants_split`)."""
     softcap: bool
     sinks: bool
     scales: bool
@@ -418,7 +428,7 @@ class Call:
         kv = "packed" if self.packed_k else "batched" if self.page_size is None else f"paged({self.page_size})"
         extras = [
             name
-            for name in ("few_rows", "softcap", "sinks", "scales", "num_splits", "out", "grad")
+            for name in ("split_kv", "softcap", "sinks", "scales", "num_splits", "out", "grad")
             if getattr(self, name)
         ]
         return (

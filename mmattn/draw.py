@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,7 +185,9 @@ def _view(
             "kv_lo": kv_lo,
             "causal": None if causal is None else int(causal),
         }
-        vectors = {name: torch.tensor([x], dtype=torch.int32) for name, x in one.items() if x is not None}
+        vectors: dict[str, Any] = {
+            name: torch.tensor([x], dtype=torch.int32) for name, x in one.items() if x is not None
+        }
         kv_len = q_len if kv_len is None else kv_len
         batch = Batch.build(
             device="cpu", batch_size=1, max_seqlen_q=q_len, max_seqlen_k=kv_len, mm_prefix_range=[spans], **vectors

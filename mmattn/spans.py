@@ -44,7 +44,7 @@ def runs(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def repeated(ids: Tensor, *, negative: bool = False) -> Tensor:
     """Whether one id occurs in two separate runs of a row, as a bool tensor `[B]`; negative ids only count on request."""
-    first, start, _ = runs(ids)
+    first, _, _ = runs(ids)
     counted = first if negative else first & (ids >= 0)
     # Everything that does not count gets a value of its own, below every id.
     ids = ids.to(torch.int64)

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from flash_attn.cute.interface import _tile_size_fwd_sm90
 from quack.compile_utils import make_fake_tensor
 
+from .common import kernel_sinks, nothing_to_see
 from .interval_sm90 import IntervalForwardSm90
 
 if TYPE_CHECKING:
@@ -91,18 +92,17 @@ def forward(
     float16 or bfloat16; last dims contiguous, other strides multiples of 16 bytes. `support.why_not` must have no
     reason against the call.
     """
-    batch, sinks, softcap = plan.batch, options.sinks, options.softcap
+    batch, softcap = plan.batch, options.softcap
     if q.numel() == 0:
         return
     if k.numel() == 0 or batch.batch_size == 0:
-        _nothing_to_see(sinks, out, lse)
+        nothing_to_see(options.sinks, out, lse)
         return
     if batch.cu_seqlens_q is None and q.dim() == 3:
         q, out, lse = q[None], out[None], lse if lse is None else lse[None]
     if batch.cu_seqlens_k is None and k.dim() == 3:
         k, v = k[None], v[None]
-    if sinks is not None:
-        sinks = sinks.detach().to(sinks.dtype if sinks.dtype in _DTYPES else torch.float32).contiguous()
+    sinks = kernel_sinks(options.sinks)
     mask = plan.mask
     group = q.shape[-2] // k.shape[-2]
     page_size = k.shape[1] if page_table is not None else None
@@ -140,13 +140,6 @@ def forward(
         table.starts,
         softcap,
     )
-
-
-def _nothing_to_see(sinks: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
-    """The result where no key exists at all."""
-    out.zero_()
-    if lse is not None:
-        lse.copy_(torch.full_like(lse, float("-inf")) if sinks is None else sinks[:, None].expand_as(lse))
 
 
 def compiled(variant: Variant):

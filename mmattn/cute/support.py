@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from ..batch import Call
 PACKAGE = "flash-attn-4"
 PINNED = "4.0.0b36"
 """The release whose internals `interval_sm90.py` overrides."""
+OLDEST = "4.0.0b34"
+"""The first release whose interface takes what `fa4.py` needs: block lists at every head dim, with a block size."""
 ROW_INTERVALS = ".cute.sm90"
 PUBLIC_API = ".cute.fa4"
 
@@ -28,9 +31,18 @@ def installed_version() -> str | None:
         return None
 
 
+def _order(version: str) -> tuple[object, ...]:
+    """Sorts releases as PEP 440 does: a < b < rc < final."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:(a|b|rc)(\d+))?", version)
+    if found is None:
+        return ()
+    stage, number = found[4] or "release", found[5] or 0
+    return (*(int(found[i]) for i in (1, 2, 3)), stage, int(number))
+
+
 def module(call: Call) -> str:
     """The module whose `forward` runs `call`, relative to mmattn; `why_not(call)` must be empty."""
-    return ROW_INTERVALS if call.capability == (9, 0) else PUBLIC_API
+    return ROW_INTERVALS if call.capability == (9, 0) and installed_version() in (PINNED, None) else PUBLIC_API
 
 
 def why_not(call: Call) -> list[str]:
@@ -39,24 +51,23 @@ def why_not(call: Call) -> list[str]:
     version = installed_version()
     if version is None:
         reasons.append(f"the package {PACKAGE} is not installed (pip install {PACKAGE}=={PINNED})")
+    elif _order(version) < _order(OLDEST):
+        reasons.append(
+            f"{PACKAGE} {version} is installed, but {OLDEST} or newer is needed (pip install {PACKAGE}=={PINNED})"
+        )
     if call.device_type != "cuda":
         reasons.append(f"tensors are on {call.device_type}; FlashAttention-4 needs an NVIDIA GPU")
     hopper = call.capability == (9, 0)
     if call.capability is not None and not hopper and call.capability[0] not in (10, 11):
         major, minor = call.capability
         reasons.append(f"compute capability {major}.{minor} is not 9.0, 10.x or 11.x; use the triton backend")
-    if hopper and version is not None and version != PINNED:
-        reasons.append(
-            f"{PACKAGE} {version} is installed, but the SM90 kernel overrides internals of {PINNED} "
-            f"(pip install {PACKAGE}=={PINNED})"
-        )
     if call.dtype not in (torch.float16, torch.bfloat16):
         name = str(call.dtype).removeprefix("torch.")
         reasons.append(f"dtype {name} is not float16 or bfloat16; cast q, k and v or use the triton backend")
     if call.kv_dtype is not call.dtype or call.scales:
         reasons.append("no float8 keys and values or k_scale/v_scale; use the triton backend")
-    if call.few_rows:
-        reasons.append("FlashAttention-4 has no split-KV on SM90, and few query rows need it; use the triton backend")
+    if call.split_kv:
+        reasons.append("few query rows need split-KV, which is not used here; use the triton backend")
     if call.num_splits:
         reasons.append("num_splits is not supported; use the triton backend")
     reasons += _head_dim_reasons(call, hopper)
@@ -66,9 +77,10 @@ def why_not(call: Call) -> list[str]:
             "pass contiguous tensors"
         )
     if call.page_size is not None:
-        if not hopper:
+        if module(call) == PUBLIC_API:
             reasons.append(
-                "FlashAttention-4 takes no block lists with paged k and v on this GPU; use the triton backend"
+                f"FlashAttention-4 takes no block lists with paged k and v; only {PACKAGE} {PINNED} on compute "
+                "capability 9.0 runs them here; use the triton backend"
             )
         elif call.head_dim % 16 or call.head_dim_v % 16:
             reasons.append("head dims of paged k and v must be multiples of 16; pad them or use the triton backend")
@@ -84,6 +96,11 @@ def _head_dim_reasons(call: Call, hopper: bool) -> list[str]:
     if hopper or call.capability is None:
         if not all(8 <= dim <= 256 for dim in (d, dv)):
             return [f"head dims {d}/{dv} are not between 8 and 256; use the triton backend"]
+        if hopper and module(call) == PUBLIC_API and dv > d:
+            return [
+                f"head dims {d}/{dv}: only {PACKAGE} {PINNED} runs a wider v on compute capability 9.0; "
+                "use the triton backend"
+            ]
         return []
     if not (max(d, dv) <= 128 or (d, dv) in ((192, 128), (256, 256))):
         return [f"head dims {d}/{dv} are neither at most 128 nor 192/128 nor 256/256; use the triton backend"]

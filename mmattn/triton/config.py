@@ -83,8 +83,12 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
 
 
 # Few rows: what counts is bytes in flight, so several programs share a multiprocessor.
-# (head dim, bytes of the wider element) -> keys per block, stages.
+# (head dim, bytes of a key element) -> keys per block, stages.
 _SHORT: dict[tuple[int, int], tuple[int, int]] = {
+    (64, 1): (128, 2),
+    (128, 1): (128, 2),
+    (256, 1): (64, 2),
+    (512, 1): (32, 2),
     (64, 2): (128, 2),
     (128, 2): (64, 2),
     (256, 2): (32, 2),
@@ -96,11 +100,12 @@ _SHORT: dict[tuple[int, int], tuple[int, int]] = {
 }
 SHORT_RANGE = 2048
 """Up to this many keys smaller blocks win: less of the two edges is wasted."""
+_SHARED_MEMORY = {"sm90": 227 * 1024, "sm80": 163 * 1024, "small": 64 * 1024}
 
 
-def choose_short_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int, keys: int) -> Tile:
+def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int, keys: int) -> Tile:
     """The tile of the split path, for `packed_rows` rows of one KV head that see at most `keys` keys."""
-    size = min(4, max(2, element_bytes))
+    size = min(4, key_bytes)
     _, (tile_n, stages) = min((key, entry) for key, entry in _SHORT.items() if key[0] >= head_dim and key[1] == size)
     if keys <= SHORT_RANGE and tile_n > 32:
         tile_n, stages = tile_n // 2, stages + 1
@@ -109,6 +114,12 @@ def choose_short_tile(arch: str, head_dim: int, element_bytes: int, packed_rows:
     while rows < min(packed_rows, widest):
         rows *= 2
     return Tile(rows, tile_n, 4, 1 if arch == "small" and head_dim > 128 else stages)
+
+
+def resident_programs(arch: str, tile: Tile, head_dim: int, key_bytes: int) -> int:
+    """How many programs of the split path one multiprocessor holds, by shared memory."""
+    used = tile.tile_m * head_dim * 2 + tile.stages * tile.tile_n * head_dim * 2 * key_bytes
+    return max(1, min(4, _SHARED_MEMORY[arch] // used))
 
 
 def split_head_dim(d: int, whole: bool = False) -> tuple[int, int]:

@@ -16,23 +16,26 @@ from torch import Tensor
 from ..batch import Batch
 from ..plan import TileTable
 
-MIN_KEYS = 1024
+FEWEST_KEYS = 256
 """A split with fewer keys costs more in combining than it gains."""
+LONG = 8192
+"""Keys of one split where programs abound: there splits only level out the end, and must cost nothing."""
 MAX_SPLITS = 128
-RESIDENT = 3
-"""Programs that one multiprocessor holds."""
 
 
-def choose_splits(device: torch.device, programs: int, keys: int) -> int:
-    """How many splits fill the GPU without making any shorter than MIN_KEYS.
+def choose_splits(device: torch.device, programs: int, resident: int, keys: int) -> int:
+    """How many splits fill a GPU whose multiprocessors hold `resident` programs each.
 
-    Few programs are cut to make one even wave; many, which end at different times, into several short ones.
+    Few programs are cut to make one even wave; many, which end at different times, into several long ones.
     """
     if device.type != "cuda":
         return 1
-    slots = _multiprocessors(device) * RESIDENT
-    wanted = slots // max(programs, 1) if programs * 2 <= slots else -(-3 * slots // programs)
-    return max(1, min(wanted, keys // MIN_KEYS, MAX_SPLITS))
+    slots = _multiprocessors(device) * resident
+    if programs * 2 <= slots:
+        wanted, fewest = slots // max(programs, 1), FEWEST_KEYS
+    else:
+        wanted, fewest = -(-3 * slots // programs), LONG
+    return max(1, min(wanted, keys // fewest, MAX_SPLITS))
 
 
 @cache

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..batch import FEW_ROWS
 from ..plan import Options, Plan
 from . import decode
-from .config import Tile, architecture, choose_short_tile, choose_tile, split_head_dim
+from .config import Tile, architecture, choose_short_tile, choose_tile, resident_programs, split_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -331,7 +331,7 @@ def forward(
     rows, few_rows = batch.max_seqlen_q * group, FEW_ROWS * group
     if options.num_splits is not None:
         # Nothing may depend on the batch: a sequence's own length decides, and tiles are the tallest.
-        long_tile, short_tile = tiles(2**31, 2**31, 2**31)
+        long_tile, short_tile, _ = tiles(2**31, 2**31, 2**31)
         if rows > few_rows:
             launch(long_tile, 1, rows_above=few_rows)
         launch(short_tile, options.num_splits, rows_upto=few_rows)
@@ -339,13 +339,13 @@ def forward(
     few = rows <= few_rows
     mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
     keys = _key_bound(k, plan, page_table)
-    long_tile, short_tile = tiles(rows, rows if few else group, keys)
+    long_tile, short_tile, resident = tiles(rows, rows if few else group, keys)
     if few:
         programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
-        launch(short_tile, decode.choose_splits(q.device, programs, keys))
+        launch(short_tile, decode.choose_splits(q.device, programs, resident, keys))
     elif mixed:
         launch(long_tile, 1, rows_above=short_tile.tile_m)
-        splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, keys)
+        splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, resident, keys)
         launch(short_tile, splits, rows_upto=short_tile.tile_m)
     else:
         launch(long_tile, 1)
@@ -436,12 +436,14 @@ def _tiles(
     packed_rows: int,
     short_rows: int,
     keys: int,
-) -> tuple[Tile, Tile]:
-    """The tile for long sequences, and the one for few rows."""
+) -> tuple[Tile, Tile, int]:
+    """The tile for long sequences, the one for few rows, and how many programs of the latter a multiprocessor holds."""
     arch = architecture(device)
+    short = choose_short_tile(arch, head_dim, key_bytes, short_rows, keys)
     return (
         choose_tile(arch, head_dim, element_bytes, packed_rows),
-        choose_short_tile(arch, head_dim, max(element_bytes, key_bytes), short_rows, keys),
+        short,
+        resident_programs(arch, short, head_dim, key_bytes),
     )
 
 

@@ -1,0 +1,29 @@
+# make demo   installs into .venv and runs the main job
+# make test   installs into .venv and runs the tests
+# Needs Python 3.10 or newer (another one than python3: make demo PYTHON=python3.12), make and a C compiler.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint bench
+
+demo: $(INSTALLED)
+	$(BIN)/python -m mmattn demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench.run
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("mmattn needs Python 3.10 or newer, set PYTHON=..." if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,fa4]'
+	touch $@

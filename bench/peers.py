@@ -1,0 +1,46 @@
+"""What a provider gives to the benchmark, and why one cannot run a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .cases import Case, Inputs
+
+
+class CannotRun(Exception):
+    """A provider cannot run a case; the text is the reason."""
+
+
+Call = Callable[[Tensor, int], Tensor]
+"""(q, i) -> output: the attention call, with the i-th of the rotating buffers."""
+
+
+@dataclass
+class Prepared:
+    """A provider ready for one case: everything that does not belong to the call itself is done."""
+
+    case: Case
+    """The mask that it computes, which its work is counted from: a floor has no images."""
+    call: Call
+    build: Callable[[], Any] | None = None
+    """What has to be built from the mask for every new batch; timed alone."""
+    timed: Call | None = None
+    """The call that is timed, where that is not `call` (which the gate checks)."""
+
+
+def needs_gpu(inputs: Inputs) -> None:
+    """Raises `CannotRun` on a CPU."""
+    if inputs.device.type != "cuda":
+        raise CannotRun("needs an NVIDIA GPU")
+
+
+def needs_batched(case: Case) -> None:
+    """Raises `CannotRun` where K and V are paged or lengths differ."""
+    if case.page_size is not None:
+        raise CannotRun("takes no paged K and V")
+    if not case.batched:
+        raise CannotRun("takes sequences of one length only")

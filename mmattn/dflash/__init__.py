@@ -1,0 +1,20 @@
+"""DFlash block-diffusion drafters: a checkpoint's configuration as `mmattn` masks, and a complete drafter."""
+
+from .config import DrafterConfig, mask_token_id, resolve_layers, target_hidden_ids
+from .drafter import Drafter, GraphedDraft
+from .generate import Generation, HiddenTaps, generate
+from .weights import load_mask_embedding, shard_sinks
+
+__all__ = [
+    "Drafter",
+    "DrafterConfig",
+    "Generation",
+    "GraphedDraft",
+    "HiddenTaps",
+    "generate",
+    "load_mask_embedding",
+    "mask_token_id",
+    "resolve_layers",
+    "shard_sinks",
+    "target_hidden_ids",
+]

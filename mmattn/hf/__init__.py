@@ -1,0 +1,48 @@
+"""transformers integration: `attn_implementation="mmattn"` for any model of transformers 5.
+
+    import mmattn.hf
+
+    mmattn.hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="mmattn")
+
+`docs/models.md` lists the models that are tested.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import attention_function
+from .intervals import IntervalMask
+from .masks import mask_function
+
+__all__ = ["IntervalMask", "register"]
+
+
+def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | None = None) -> None:
+    """Makes `attn_implementation=name` work, in this process. May be called again to change the options.
+
+    Args:
+        name: what models are loaded with. transformers gives a meaning of its own to names that contain "flash",
+            "flex", "sdpa", "eager", "/" or "|": they are refused.
+        backend: of `mmattn.attention`: "auto", "cute", "triton" or "torch".
+        fallback: what to do with a mask that has several key ranges in a row: None raises `UnsupportedError`, which
+            names the model, the layer and the row; "sdpa" runs that layer with sdpa and a dense mask, and says so in the log.
+
+    Raises:
+        ValueError: a name or an option that cannot be.
+    """
+    if not name or any(part in name.lower() for part in ("flash", "flex", "sdpa", "eager", "/", "|")):
+        raise ValueError(f"name={name!r} means something else to transformers; choose another, such as 'mmattn'")
+    if backend not in ("auto", "cute", "triton", "torch"):
+        raise ValueError(f"backend must be 'auto', 'cute', 'triton' or 'torch', got {backend!r}")
+    if fallback not in (None, "sdpa"):
+        raise ValueError(f"fallback must be None or 'sdpa', got {fallback!r}")
+    forward: Any = partial(attention_function, backend=backend, fallback=fallback)
+    # Masks and plans are host objects: torch.compile steps around both functions.
+    AttentionInterface.register(name, torch.compiler.disable(forward))
+    AttentionMaskInterface.register(name, torch.compiler.disable(mask_function))

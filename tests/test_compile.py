@@ -1,0 +1,47 @@
+"""Every Triton kernel compiles for every target, without a GPU, and fits its shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def compile_all(target: str) -> subprocess.CompletedProcess:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.cross_compile", target],
+        capture_output=True, text=True, env=env, cwd=Path(__file__).parent.parent, timeout=900,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Future]:
+    """Two targets at a time."""
+    pool = ThreadPoolExecutor(max_workers=2)
+    return {target: pool.submit(compile_all, target) for target in TARGETS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_cross_compile(target: str, runs: dict[str, Future]) -> None:
+    done = runs[target].result()
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"_row_kernel", "_tile_kernel", "_forward_kernel", "_combine_kernel"} <= {
+        each["kernel"] for each in compiled
+    }
+    for each in compiled:
+        assert each["shared"] <= each["limit"], (
+            f"{each['shared']} bytes of shared memory exceed {each['limit']}: {each}"
+        )
+    assert any(each["tma"] for each in compiled) == (target == "sm_90")

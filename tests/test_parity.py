@@ -1,0 +1,57 @@
+"""The one parity body: every case on every backend, against the float64 oracle."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from mmattn import attention, supported
+
+from .budget import Expected, assert_close, expect
+from .cases import CASES, Case, Inputs, build
+from .conftest import BACKENDS
+from .probes import MANY_ROWS
+
+SENTINEL = 123.0
+
+
+@lru_cache(maxsize=4)
+def _prepared(case: Case, device: torch.device) -> tuple[Inputs, dict[bool, Expected]]:
+    return build(case, device), {}
+
+
+def run_case(case: Case, backend: str, device: torch.device) -> None:
+    inputs, known = _prepared(case, device)
+    args = dict(inputs.args)
+    if backend == "cute" and "cu_seqlens_q" in args:
+        args["max_seqlen_q"] = max(MANY_ROWS, inputs.q.shape[0])
+    against = supported(inputs.q, inputs.k, inputs.v, inputs.mask, **args)[backend]
+    if against:
+        pytest.skip(f"{backend}: {'; '.join(against)}")
+    interpreted = backend == "triton" and device.type == "cpu"
+    if interpreted not in known:
+        known[interpreted] = expect(inputs, interpreted)
+
+    # `out` lies in memory that must come back untouched around it.
+    q, v = inputs.q, inputs.v
+    around = torch.full((*q.shape[:-1], v.shape[-1] + 8), SENTINEL, dtype=q.dtype, device=device)
+    out = around[..., : v.shape[-1]]
+    result, lse = attention(q, inputs.k, v, inputs.mask, out=out, return_lse=True, backend=backend, **args)
+    assert result.data_ptr() == out.data_ptr()
+    assert (around[..., v.shape[-1] :] == SENTINEL).all(), "wrote past the last column of out"
+    assert_close(out, lse, known[interpreted])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_parity(case: Case, backend: str, device: torch.device) -> None:
+    run_case(case, backend, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [case.grown() for case in CASES if case.lens], ids=lambda case: case.name)
+def test_parity_large(case: Case, backend: str, device: torch.device) -> None:
+    run_case(case, backend, device)
