@@ -236,7 +236,7 @@ class Batch:
             **{name: _contiguous(x) for name, x in vectors.items()},
         )  # fmt: skip
         if debugging():
-            batch.check_values()
+            batch.check_values(k_shape[0] if k_shape is not None and cu_seqlens_k is not None else None)
         return batch
 
     def check_mask(self, mask: Mask) -> None:
@@ -292,8 +292,8 @@ class Batch:
             return self.cu_seqlens_q.to(torch.int64).clamp(max=self.total_q)
         return torch.arange(self.batch_size + 1, device=self.device) * (self.seqlen_q or 0)
 
-    def check_values(self) -> None:
-        """Reads the device: raises `ValueError`/`MaskError` naming the sequence and the values at fault."""
+    def check_values(self, total_k: int | None = None) -> None:
+        """Reads the device (`total_k`: rows of packed k): raises `ValueError`/`MaskError` naming the sequence and the values at fault."""
         for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
             if cu is None:
                 continue
@@ -303,8 +303,9 @@ class Batch:
             for b, (start, end) in enumerate(zip(values, values[1:])):
                 if end < start:
                     raise ValueError(f"{name} falls from {start} to {end} at sequence {b}")
-            if name == "cu_seqlens_q" and values[-1] > self.total_q:
-                raise ValueError(f"cu_seqlens_q ends at {values[-1]}, but q has {self.total_q} rows")
+            rows = self.total_q if name == "cu_seqlens_q" else total_k
+            if rows is not None and values[-1] > rows:
+                raise ValueError(f"{name} ends at {values[-1]}, but {name[-1]} has {rows} rows")
         if self.seqused_k is not None:
             for b, n in enumerate(self.seqused_k.tolist()):
                 if n < 0 or (self.seqlen_k is not None and n > self.seqlen_k):

@@ -72,7 +72,7 @@ def reference(
     out = torch.zeros(rows.shape[0], heads, v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full((heads, rows.shape[0]), -math.inf, dtype=dtype, device=q.device)
     if sinks is not None:
-        lse = lse.logaddexp(sinks.to(dtype)[:, None]).clone()
+        lse = sinks.to(dtype)[:, None].expand_as(lse).clone()
     offsets = batch.row_offsets().tolist()
     for b in range(batch.batch_size):
         mine = slice(offsets[b], offsets[b + 1])
@@ -98,9 +98,11 @@ def reference(
         top = top.masked_fill(top == -math.inf, 0)
         weights = torch.exp(scores - top)
         total = weights.sum(-1, keepdim=True)
-        share = weights / total.masked_fill(total == 0, 1)
+        empty = total == 0
+        total = total.masked_fill(empty, 1)
+        share = weights / total
         out[mine] = torch.einsum("hqk,khd->qhd", share[..., : kb.shape[0]], vb)
-        lse[:, mine] = (top + torch.log(total)).squeeze(-1)
+        lse[:, mine] = (top + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
     if q.dim() == 4:
         return out.reshape(*q.shape[:-1], -1), lse.reshape(heads, *q.shape[:2]).transpose(0, 1)
     return out, lse

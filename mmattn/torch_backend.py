@@ -71,7 +71,7 @@ def forward(
     if rest or not outs:
         nothing = torch.full((heads, rest), -math.inf, dtype=torch.float32, device=q.device)
         outs.append(torch.zeros(rest, heads, v.shape[-1], dtype=q.dtype, device=q.device))
-        lses.append(nothing if sinks is None else torch.logaddexp(nothing, sinks.float()[:, None]))
+        lses.append(nothing if sinks is None else sinks.float()[:, None].expand_as(nothing))
     result = torch.cat(outs).reshape(*q.shape[:-1], v.shape[-1])
     if out is not None:
         result = out.copy_(result)
@@ -130,8 +130,10 @@ def _attend(
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sink - top)
-    out = weights @ v.to(compute).permute(1, 0, 2)[:, None] / total.masked_fill(total == 0, 1)
+    empty = total == 0
+    total = total.masked_fill(empty, 1)
+    out = weights @ v.to(compute).permute(1, 0, 2)[:, None] / total
     if v_scale is not None:
         out = out * v_scale.to(compute)[:, None, None, None]
-    lse = (top + torch.log(total)).to(torch.float32).reshape(heads, m)
+    lse = (top + torch.log(total)).masked_fill(empty, -math.inf).to(torch.float32).reshape(heads, m)
     return out.permute(2, 0, 1, 3).reshape(m, heads, -1).to(q.dtype), lse

@@ -147,6 +147,8 @@ def _tile_kernel(
     used = m.to(tl.int64) * TILE_M < length.to(tl.int64) * GROUP
     if m == 0:  # every sequence has a slot of its own for m = 0, used or not
         tl.store(starts + seq, slot)
+    if slot == tl.num_programs(0) - 1:  # batched rows: no sequence starts at the end
+        tl.store(starts + batch_size, slot + 1, mask=not PACKED)
     i = (m.to(tl.int64) * TILE_M // GROUP).to(tl.int32) + tl.arange(0, P)
     last = tl.minimum(((m + 1).to(tl.int64) * TILE_M - 1) // GROUP, length - 1)
     present = used & (i <= last)
@@ -190,7 +192,7 @@ class DeviceLowering:
     def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
         slots = tile_slots(batch, tile_m, group)
         new = rows.new_empty
-        table = TileTable(new(slots, 4), new(slots, 2), new(batch.batch_size + 1))
+        table = TileTable(new(slots, 4), new(slots, 2), (new if slots else rows.new_zeros)(batch.batch_size + 1))
         if slots:
             positions = triton.next_power_of_2((tile_m - 1) // group + 2 if tile_m % group else tile_m // group)
             _tile_kernel[(slots,)](
