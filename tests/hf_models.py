@@ -296,8 +296,8 @@ DOCUMENT_HEAD = """# Models
 
 <!-- Made by `python -m tests.hf_models > docs/models.md` from the table of the tests; `tests/test_hf_models.py` checks it. -->
 
-`import mmattn.hf; mmattn.hf.register()` makes `attn_implementation="mmattn"` work for models of transformers 5, with no
-change to the model:
+`import mmattn.hf; mmattn.hf.register()` makes `attn_implementation="mmattn"` work for models of transformers 5 (5.17 or
+newer), with no change to the model:
 
 ```python
 import mmattn.hf

@@ -66,9 +66,9 @@ ROWS = {
     "pages by cp.async D256": Kernel(256, 256, group=2, page=16, windowed=True, softcap=30.0, sinks=BF16, lse=True),
 }
 PUBLIC = {
-    "D128": Kernel(128, 128),
     "D64 batched softcap sinks": Kernel(64, 64, group=2, packed=False, softcap=30.0, sinks=BF16, lse=True),
     "D192/128 group that does not divide the tile": Kernel(192, 128, group=3, lse=True),
+    "D128": Kernel(128, 128),
     "D256": Kernel(256, 256, group=2, lse=True),
 }
 KERNELS = {"rows sm_90": ROWS, "public sm_90": PUBLIC, "public sm_100": PUBLIC}

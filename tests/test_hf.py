@@ -149,6 +149,16 @@ def test_a_block_longer_than_the_window_is_cut_on_the_left_only() -> None:
     assert mask.rows[0].tolist() == [[0, 1], [0, 6], [0, 6], [1, 6], [2, 6], [3, 6], [4, 7]]
 
 
+def test_a_wider_window_around_a_narrow_one_and_blocks() -> None:
+    """Two left bounds, one for plain keys and one for blocks: not a `Mask`, so it is evaluated."""
+    blocks = hf.blockwise_overlay(bidirectional_blocks(-1, 0, 0, 0, 0, 0, -1))
+    narrow = hf.or_masks(hf.sliding_window_causal_mask_function(2), blocks)
+    args = dict(batch_size=1, q_length=7, kv_length=7, mask_function=hf.and_masks(narrow, hf.sliding_window_overlay(4)))
+    mask = intervals(**args)
+    assert mask.rows[0, 5].tolist() == [2, 6]
+    assert_same(mask, dense(**args))
+
+
 def test_bidirectional_windows_are_inclusive() -> None:
     """transformers sees `|q - k| <= W` there, 2W + 1 keys, where flash-attention and vLLM see 2W - 1."""
     function = hf.sliding_window_bidirectional_mask_function(2)
@@ -212,6 +222,14 @@ def test_the_live_offset_of_a_static_cache_is_copied() -> None:
     mask = intervals(batch_size=1, q_length=2, kv_length=8, q_offset=offset)
     offset.add_(2)
     assert mask.plan.rows.tolist() == [[0, 4], [0, 5]]
+
+
+def test_a_refused_mask_keeps_the_offset_it_was_made_with() -> None:
+    offset = torch.tensor(3)
+    args = dict(batch_size=1, q_length=2, kv_length=8, mask_function=lambda b, h, q, k: (k <= q) & (k != 1))
+    mask, expected = intervals(q_offset=offset, **args), dense(q_offset=3, **args)
+    offset.add_(2)
+    assert mask.refusal is not None and torch.equal(mask.dense(), expected)
 
 
 class _Sizes(TorchDispatchMode):
@@ -538,6 +556,12 @@ def test_compiled_decode_with_masks_made_outside() -> None:
 def test_registration_refuses(options: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         mmattn.hf.register(**options)  # type: ignore[arg-type]
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
+    with pytest.raises(ImportError, match="transformers >= 5.17"):
+        mmattn.hf.register()
 
 
 def test_import_mmattn_does_not_import_transformers() -> None:

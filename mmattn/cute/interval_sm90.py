@@ -65,16 +65,18 @@ class Tables(BlockSparseTensors):
         return self.full_block_cnt
 
     @property
-    def lse(self) -> Optional[cute.Tensor]:
-        """float32 (head, row) when packed."""
+    def lse(self) -> cute.Tensor:
+        """float32 (head, row) when packed; or None."""
         return self.full_block_idx
 
     @property
-    def cu_seqlens_q(self) -> Optional[cute.Tensor]:
+    def cu_seqlens_q(self) -> cute.Tensor:
+        """int32 (sequence + 1,), or None."""
         return self.dq_write_order
 
     @property
-    def sinks(self) -> Optional[cute.Tensor]:
+    def sinks(self) -> cute.Tensor:
+        """Floating point (head,), or None."""
         return self.dq_write_order_full
 
     def __new_from_mlir_values__(self, values):
@@ -208,7 +210,6 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
             **config,
         )
         self.group = qhead_per_kvhead
-        self.has_sinks = False
 
     @property
     def use_block_sparsity(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +33,7 @@ compilations = 0
 """Kernels compiled by this process."""
 
 _DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
-_kernels: dict[Variant, object] = {}
+_kernels: dict[Variant, Callable[..., None]] = {}
 _compiling = threading.Lock()
 
 
@@ -142,7 +143,7 @@ def forward(
     )
 
 
-def compiled(variant: Variant):
+def compiled(variant: Variant) -> Callable[..., None]:
     """The kernel of this variant, compiled at the first request (2 to 5 s). Needs no GPU."""
     global compilations
     with _compiling:

@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+import inspect
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .attention import attention_function
 from .intervals import IntervalMask
@@ -35,14 +36,23 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
 
     Raises:
         ValueError: a name or an option that cannot be.
+        ImportError: a transformers whose masks know no `q_length` (before 5.4; the tests run with 5.17 and newer).
     """
+    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(
+            f"mmattn.hf needs transformers >= 5.17, found {transformers.__version__}; upgrade transformers"
+        )
     if not name or any(part in name.lower() for part in ("flash", "flex", "sdpa", "eager", "/", "|")):
         raise ValueError(f"name={name!r} means something else to transformers; choose another, such as 'mmattn'")
     if backend not in ("auto", "cute", "triton", "torch"):
         raise ValueError(f"backend must be 'auto', 'cute', 'triton' or 'torch', got {backend!r}")
     if fallback not in (None, "sdpa"):
         raise ValueError(f"fallback must be None or 'sdpa', got {fallback!r}")
-    forward: Any = partial(attention_function, backend=backend, fallback=fallback)
+
     # Masks and plans are host objects: torch.compile steps around both functions.
-    AttentionInterface.register(name, torch.compiler.disable(forward))
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return attention_function(*args, backend=backend, fallback=fallback, **kwargs)
+
+    AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, torch.compiler.disable(mask_function))
