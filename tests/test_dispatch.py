@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ CUTE = [
     (dict(head_dim=68), "head dims 68/128 are not multiples of 8"),
     (dict(capability=(10, 0), head_dim=192, head_dim_v=192), "192/192 are neither at most 128 nor 192/128 nor 256/256"),
     (dict(aligned=False), "multiple of 16 bytes"),
-    (dict(page_size=16, head_dim=72), "head dims of paged k and v must be multiples of 16"),
+    (dict(page_size=16, head_dim=160), "paged k and v with head dims 160/128: only 64, 80, 96, 128, 192, 256"),
     (dict(page_size=16, capability=(10, 0)), "no block lists with paged k and v"),
     (dict(grad=True), "no backward yet, and an input requires grad"),
     (dict(split_kv=True), "few query rows need split-KV"),
@@ -387,6 +388,8 @@ try:
 except mmattn.UnsupportedError as error:
     print("refused")
 """
-    assert run_python(code, TRITON_INTERPRET="1").split("\n")[:2] == ["[]", "128.0"]
+    triton, numpy = (tuple(int(n) for n in metadata.version(name).split(".")[:2]) for name in ("triton", "numpy"))
+    if triton >= (3, 7) or numpy < (2, 4):  # Triton 3.6's interpreter needs numpy < 2.4
+        assert run_python(code, TRITON_INTERPRET="1").split("\n")[:2] == ["[]", "128.0"]
     without = run_python(code, TRITON_INTERPRET="0").split("\n")
     assert "TRITON_INTERPRET=1" in without[0] and without[1] == "refused"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LEAST_SCALE = 1e-30
+"""Stands for a scale of 0, which FlashAttention-4 would multiply with the -inf of masked scores to NaN."""
 SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

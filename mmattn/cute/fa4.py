@@ -20,7 +20,7 @@ from flash_attn.cute.interface import _flash_attn_fwd  # the public functions ca
 from flash_attn.cute.utils import scalar_to_ssa
 from torch import Tensor
 
-from .common import kernel_sinks, nothing_to_see
+from .common import LEAST_SCALE, kernel_sinks, nothing_to_see
 
 if TYPE_CHECKING:
     from ..batch import Batch
@@ -55,7 +55,7 @@ def row_sees_key(batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
 def softcap(score, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
     """FlashAttention-4's score_mod: `cap * tanh(score / cap)`, with the cap in memory so that it is not compiled in."""
     cap = aux_tensors[1][0]
-    return cute.math.tanh(score / cap, fastmath=True) * cap
+    return cute.math.tanh(score / cap) * cap
 
 
 softcap.__vec_size__ = 2  # scores per call: the most that SM90 takes
@@ -119,7 +119,7 @@ def forward(
         q,
         _like_rows(k, batch),
         _like_rows(v, batch),
-        softmax_scale=options.scale,
+        softmax_scale=max(options.scale, LEAST_SCALE),
         causal=False,  # FlashAttention-4 drops it, and windows, beside a mask_mod: the rows hold all of the mask
         window_size_left=None,
         window_size_right=None,

@@ -499,7 +499,9 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
     ):
         """Scores become `cap * tanh(scale * score / cap)`."""
         cap = aux_data.scalars[0]
-        acc_S.store(cute.math.tanh(acc_S.load() * (softmax_scale / cap), fastmath=True) * cap)
+        acc_S.store(
+            cute.math.tanh(acc_S.load() * (softmax_scale / cap)) * cap
+        )  # the fast form is off by 1e-5 of the cap
 
     def epilogue(self, acc_O, lse, *args):
         """FA4's step, with an exact LSE where a sink outweighs every score so far that FA4's sum overflows."""

@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from flash_attn.cute.interface import _tile_size_fwd_sm90
 from quack.compile_utils import make_fake_tensor
 
-from .common import kernel_sinks, nothing_to_see
+from .common import LEAST_SCALE, kernel_sinks, nothing_to_see
 from .interval_sm90 import IntervalForwardSm90
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def forward(
         v.detach() if v.requires_grad else v,
         out,
         lse,
-        options.scale,
+        max(options.scale, LEAST_SCALE),
         batch.cu_seqlens_q,
         batch.cu_seqlens_k if variant.packed_k else None,
         page_table,

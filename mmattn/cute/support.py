@@ -16,6 +16,9 @@ PINNED = "4.0.0b36"
 """The release whose internals `interval_sm90.py` overrides."""
 OLDEST = "4.0.0b34"
 """The first release whose interface takes what `fa4.py` needs: block lists at every head dim, with a block size."""
+PAGED_HEAD_DIMS = frozenset((64, 80, 96, 128, 192, 256))
+"""Measured against the oracle on an H200. 160 gave wrong results: FA4's copies of single page rows do not take every
+width."""
 ROW_INTERVALS = ".cute.sm90"
 PUBLIC_API = ".cute.fa4"
 
@@ -77,13 +80,17 @@ def why_not(call: Call) -> list[str]:
             "pass contiguous tensors"
         )
     if call.page_size is not None:
-        if module(call) == PUBLIC_API:
+        if not set((call.head_dim, call.head_dim_v)) <= PAGED_HEAD_DIMS:
+            listed = ", ".join(map(str, sorted(PAGED_HEAD_DIMS)))
+            reasons.append(
+                f"paged k and v with head dims {call.head_dim}/{call.head_dim_v}: only {listed} are known to be right; "
+                "use the triton backend"
+            )
+        if call.capability is not None and module(call) == PUBLIC_API:
             reasons.append(
                 f"FlashAttention-4 takes no block lists with paged k and v; only {PACKAGE} {PINNED} on compute "
                 "capability 9.0 runs them here; use the triton backend"
             )
-        elif call.head_dim % 16 or call.head_dim_v % 16:
-            reasons.append("head dims of paged k and v must be multiples of 16; pad them or use the triton backend")
     if call.grad:
         reasons.append("no backward yet, and an input requires grad (use torch.no_grad() for inference)")
     return reasons

@@ -98,16 +98,16 @@ _SHORT: dict[tuple[int, int], tuple[int, int]] = {
     (256, 4): (16, 2),
     (512, 4): (16, 1),
 }
-SHORT_RANGE = 2048
-"""Up to this many keys smaller blocks win: less of the two edges is wasted."""
+SHORT_WINDOW = 2048
+"""Where rows see no more keys than this smaller blocks win: less of the two edges is wasted."""
 _SHARED_MEMORY = {"sm90": 227 * 1024, "sm80": 163 * 1024, "small": 64 * 1024}
 
 
-def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int, keys: int) -> Tile:
-    """The tile of the split path, for `packed_rows` rows of one KV head that see at most `keys` keys."""
+def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int, window: int) -> Tile:
+    """The tile of the split path, for `packed_rows` rows of one KV head each of which sees at most `window` keys."""
     size = min(4, key_bytes)
     _, (tile_n, stages) = min((key, entry) for key, entry in _SHORT.items() if key[0] >= head_dim and key[1] == size)
-    if keys <= SHORT_RANGE and tile_n > 32:
+    if window <= SHORT_WINDOW and tile_n > 32:
         tile_n, stages = tile_n // 2, stages + 1
     widest = 64 if head_dim <= 256 else 32
     rows = 16

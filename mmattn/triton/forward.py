@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..batch import FEW_ROWS
+from ..mask import UNLIMITED
 from ..plan import Options, Plan
 from . import decode
 from .config import Tile, architecture, choose_short_tile, choose_tile, resident_programs, split_head_dim
@@ -339,7 +340,7 @@ def forward(
     few = rows <= few_rows
     mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
     keys = _key_bound(k, plan, page_table)
-    long_tile, short_tile, resident = tiles(rows, rows if few else group, keys)
+    long_tile, short_tile, resident = tiles(rows, rows if few else group, _window(plan))
     if few:
         programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
         launch(short_tile, decode.choose_splits(q.device, programs, resident, keys))
@@ -411,20 +412,24 @@ def _launch(
         )
 
 
+def _window(plan: Plan) -> int:
+    """An upper bound, from the mask alone, on the keys that one row sees."""
+    if plan.batch.spans is not None or plan.batch.query_spans is not None:
+        return UNLIMITED
+    left, right, *_ = plan.mask.limits
+    return min(left + (0 if plan.mask.causal and plan.batch.causal is None else right) + 1, UNLIMITED)
+
+
 def _key_bound(k: Tensor, plan: Plan, page_table: Tensor | None) -> int:
     """An upper bound, from host sizes, on the keys that one tile of few rows walks."""
-    batch, mask = plan.batch, plan.mask
+    batch = plan.batch
     if page_table is not None:
         keys = page_table.shape[1] * k.shape[1]
     else:
         keys = k.shape[-3] if batch.cu_seqlens_k is None else k.shape[0]
     if batch.max_seqlen_k is not None:
         keys = min(keys, batch.max_seqlen_k)
-    if batch.spans is None and batch.query_spans is None:
-        left, right, *_ = mask.limits
-        causal = mask.causal and batch.causal is None
-        keys = min(keys, left + (0 if causal else right) + batch.max_seqlen_q)
-    return keys
+    return min(keys, _window(plan) + batch.max_seqlen_q - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -435,11 +440,11 @@ def _tiles(
     key_bytes: int,
     packed_rows: int,
     short_rows: int,
-    keys: int,
+    window: int,
 ) -> tuple[Tile, Tile, int]:
     """The tile for long sequences, the one for few rows, and how many programs of the latter a multiprocessor holds."""
     arch = architecture(device)
-    short = choose_short_tile(arch, head_dim, key_bytes, short_rows, keys)
+    short = choose_short_tile(arch, head_dim, key_bytes, short_rows, window)
     return (
         choose_tile(arch, head_dim, element_bytes, packed_rows),
         short,
