@@ -52,7 +52,8 @@ def attention(
         softcap: `softcap * tanh(score / softcap)` on scaled scores, before the mask.
         sinks: `[Hq]`, one value-less logit per head in the softmax denominator; not scaled or capped; `-inf` = none.
         k_scale, v_scale: what stored keys and values are multiplied by: float32 `[B, Hkv]`, a one-element tensor, or a number.
-            With them k and v may be float8_e4m3fn or float8_e5m2 while q is float16 or bfloat16.
+            With or without them k and v may be float8_e4m3fn or float8_e5m2 while q is float16 or bfloat16; Triton then
+            multiplies in float16.
         num_splits: cut the keys of every sequence into this many parts, and choose tiles without regard to the batch:
             the bits of a sequence then do not depend on its batch mates. Default: as many as the batch needs.
         out: where to write the result. Not together with inputs that require grad.

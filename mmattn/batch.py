@@ -306,6 +306,9 @@ class Batch:
             rows = self.total_q if name == "cu_seqlens_q" else total_k
             if rows is not None and values[-1] > rows:
                 raise ValueError(f"{name} ends at {values[-1]}, but {name[-1]} has {rows} rows")
+        for b, n in enumerate(self.q_lens().tolist()):
+            if n > self.max_seqlen_q:
+                raise ValueError(f"sequence {b} has {n} rows, more than max_seqlen_q={self.max_seqlen_q}")
         if self.seqused_k is not None:
             for b, n in enumerate(self.seqused_k.tolist()):
                 if n < 0 or (self.seqlen_k is not None and n > self.seqlen_k):

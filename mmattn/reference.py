@@ -81,7 +81,7 @@ def reference(
         for x, x_scale in ((kb, k_scale), (vb, v_scale)):
             if x_scale is not None:
                 x *= (
-                    torch.as_tensor(x_scale, dtype=dtype)
+                    torch.as_tensor(x_scale, dtype=dtype, device=q.device)
                     .expand(batch.batch_size, k.shape[-2])[b]
                     .repeat_interleave(group)[:, None]
                 )

@@ -96,6 +96,7 @@ def test_niah_lists_the_faults():
         (["niah", "--kv-heads", "3", "--device", "cpu"], "must divide 4 query heads"),
         (["niah", "--fault", "nothing"], "is none of window-dropped"),
         (["niah", "--device", "quantum"], "torch cannot use the device 'quantum'"),
+        (["niah", "--device", "meta"], "torch cannot use the device 'meta'"),
         (["niah", "--backend", "flash"], "Invalid value for '--backend'"),
     ],
 )
@@ -132,6 +133,7 @@ def test_demo_agrees_and_saves_pictures(tmp_path):
     image = pytest.importorskip("PIL.Image")
     result = run(
         "demo",
+        "--no-model",
         "--backend",
         "torch",
         "--device",
@@ -166,9 +168,135 @@ def test_demo_fails_when_a_backend_is_wrong(tmp_path, monkeypatch):
     one = demo_module.layers(1024)[2:3]
     monkeypatch.setattr(mmattn, "attention", broken)
     monkeypatch.setattr(demo_module, "layers", lambda window: one)
-    result = run("demo", "--backend", "torch", "--device", "cpu", "--image-tokens", "70", "--out", str(tmp_path))
+    result = run("demo", "--no-model", *TORCH, "--image-tokens", "70", "--out", str(tmp_path))
     assert result.exit_code == 1
     assert "1 results are farther from the oracle than their budget" in result.output
+
+
+def model_module():
+    """The second part of the demo, in a test that needs what it needs."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
+    pytest.importorskip("transformers")
+    from mmattn.cli import model
+
+    return model
+
+
+MODEL = ["demo", "--no-layers", "--device", "cpu", "--image-tokens", "70", "--window", "300"]
+
+
+def test_demo_runs_a_model_with_eager_attention_and_with_mmattn():
+    model_module()
+    result = run(*MODEL)
+    assert result.exit_code == 0, result.output
+    assert "china.jpg 60 tokens" in result.output and "fits into the window" not in result.output
+    rows = {line.split()[1]: line for line in result.output.splitlines() if line.startswith("\u2502")}
+    assert "16 of 16" in rows["mmattn"] and " yes " in rows["mmattn"]
+    sizes = {name: line.split("\u2502")[-2].split() for name, line in rows.items()}
+    # 952 tokens: two dense float32 masks are 6.9 MiB; two intervals of two int32 are 15 KiB, plus scratch.
+    assert sizes["eager"][1] == "MiB" and 6.9 < float(sizes["eager"][0]) < 20
+    assert sizes["mmattn"][1] == "KiB" and 15 < float(sizes["mmattn"][0]) < 300
+
+
+def test_demo_fails_when_the_model_gets_a_wrong_mask(monkeypatch):
+    model = model_module()
+    from mmattn.hf import intervals, masks
+
+    right = masks._lower
+
+    def one_key_short(*args):
+        mask = right(*args)
+        rows = mask.rows.clone()
+        rows[..., 0] += (rows[..., 1] - rows[..., 0] > 1).int()
+        return intervals.IntervalMask(rows, mask.shape[3])
+
+    monkeypatch.setattr(masks, "_lower", one_key_short)
+    monkeypatch.setattr(model, "NEW_TOKENS", 2)
+    result = run(*MODEL, "--backend", "torch")
+    assert result.exit_code == 1, result.output
+    assert "mmattn on torch" in result.output and " NO " in result.output
+    assert "does not give the same with mmattn as with eager" in result.output
+
+
+def test_a_model_that_a_backend_cannot_run_is_an_error_with_its_reasons():
+    model_module()
+    result = run(*MODEL, "--backend", "cute")
+    assert result.exit_code == 1
+    assert "does not run on cute" in result.output and "not run: cute: dtype float32" in result.output
+
+
+def test_tokens_and_logits_are_compared_up_to_the_first_that_differs():
+    model = model_module()
+    steps = torch.zeros(model.NEW_TOKENS, 4)
+    eager = model.Answer(torch.zeros(5, 4), steps, [1] * model.NEW_TOKENS, 0, 0.0, 0.0)
+
+    def other(steps, tokens):
+        return model.Answer(torch.zeros(5, 4), steps, tokens, 0, 0.0, 0.0).agreement(eager)
+
+    assert other(steps, eager.tokens) == (0.0, model.NEW_TOKENS)
+    later = steps.clone()
+    later[4:] = 9.0
+    assert other(later, [1, 1, 1, 2, *eager.tokens[4:]]) == (0.0, 3)
+    assert other(later, eager.tokens)[0] == 9.0
+    later[3, 2] = float("nan")
+    assert other(later, [1, 1, 1, 2, *eager.tokens[4:]]) == (float("inf"), 3)
+
+
+def test_mask_memory_counts_storages_until_they_are_freed():
+    pytest.importorskip("transformers")
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    from mmattn.cli.mask_memory import Allocations, mask_allocations
+
+    counts, given = Allocations(), torch.zeros(1000)
+    with counts:
+        kept = torch.zeros(50, dtype=torch.int32)
+        scratch = given + 1
+        views = (given[:10], scratch.view(10, 100).T)
+    assert (counts.now, counts.peak) == (200 + 4000, 200 + 4000)
+    del scratch
+    assert counts.now == 4200  # a view is left
+    del views
+    assert counts.now == 200 and counts.peak == 4200
+    del kept
+    assert counts.now == 0
+
+    tiles, eager = mmattn.Plan.tiles, ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+    plan = mmattn.plan(mmattn.Mask.causal_(), q=torch.empty(1, 64, 1, 8), k=torch.empty(1, 64, 1, 8))
+    with mask_allocations("eager") as counts:
+        table = plan.tiles(16, 1, 16)
+        mask = ALL_MASK_ATTENTION_FUNCTIONS["eager"](batch_size=1, q_length=64, kv_length=64)
+        sizes = [x.nbytes for x in (table.ranges, table.index, table.starts, mask)]
+        assert counts.now == sum(sizes) and counts.peak > counts.now
+    assert mmattn.Plan.tiles is tiles and ALL_MASK_ATTENTION_FUNCTIONS["eager"] is eager
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_without_transformers_the_demo_says_what_to_install(monkeypatch, layers):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
+    monkeypatch.delitem(sys.modules, "mmattn.cli.model", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    shown = []
+
+    def show_layers(console, device, dtype, window, image_tokens, full_heads, folder, ran):
+        shown.append(ran.usable({"torch": []}, "a layer"))
+        return True
+
+    monkeypatch.setattr(demo_module, "show_layers", show_layers)
+    result = run("demo", "--device", "cpu", *([] if layers else ["--no-layers"]))
+    assert shown == ([["torch"]] if layers else [])
+    assert result.exit_code == (0 if layers else 1)
+    assert "needs transformers 5.17 or newer: pip install 'mmattn[demo,hf]'" in result.output
+
+
+def test_demo_with_both_parts_off_is_refused():
+    pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
+    result = run("demo", "--no-layers", "--no-model")
+    assert result.exit_code == 2
+    assert "leave nothing to run" in result.output
 
 
 def test_info_is_plain_text_with_reasons():

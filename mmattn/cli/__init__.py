@@ -1,1 +1,1 @@
-"""The command line: `demo`, `niah` and `info`. Needs the extra `demo` (click, rich, Pillow, scikit-learn)."""
+"""The command line. Needs the extra `demo` (click, rich, Pillow, scikit-learn); the model of `demo` needs `hf` too."""

@@ -35,9 +35,11 @@ def pick_device(device: str | None, dtype: str | None) -> tuple[torch.device, to
     """The device and dtype that the options mean. Raises `click.BadParameter`."""
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=chosen)
+        torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError) as error:
-        raise click.BadParameter(f"torch cannot use the device {device!r}: {error}", param_hint="--device") from error
+        raise click.BadParameter(
+            f"torch cannot use the device {device!r}: {error}; --device cpu runs everywhere", param_hint="--device"
+        ) from error
     on_gpu = chosen.type != "cpu"
     return chosen, DTYPES[dtype or ("bfloat16" if on_gpu else "float32")]
 

@@ -59,20 +59,30 @@ class Prompt:
         return _rms_norm(q), _rms_norm(k), v
 
 
-def make_prompt(grid: Grid, patch: int) -> Prompt:
-    """text + china.jpg + text + flower.jpg + text; a soft token of an image covers `patch` x `patch` pixels."""
-    texts = [
+def texts() -> list[str]:
+    """What stands before, between and after the photographs."""
+    return [
         "<bos> Here is what we know about two data sets. " + load_wine().DESCR + " <start_of_image>",
         "<end_of_image> That was a photograph from China. " + load_iris().DESCR + " <start_of_image>",
         "<end_of_image> That was a flower. Which of the two photographs shows a building, and what is in front of it?",
     ]
+
+
+def photographs() -> list[Image.Image]:
+    """`PHOTOGRAPHS`, 427 x 640 pixels, RGB."""
+    return [Image.fromarray(load_sample_image(name)) for name in PHOTOGRAPHS]
+
+
+def make_prompt(grid: Grid, patch: int) -> Prompt:
+    """text + china.jpg + text + flower.jpg + text; a soft token of an image covers `patch` x `patch` pixels."""
+    images = photographs()
     pieces, spans, layout, at = [], [], [], 0
-    for i, text in enumerate(texts):
+    for i, text in enumerate(texts()):
         pieces.append(_embed_words(text.split()))
         layout.append(f"{len(pieces[-1])} words")
         at += len(pieces[-1])
-        if i < len(PHOTOGRAPHS):
-            photograph = Image.fromarray(load_sample_image(PHOTOGRAPHS[i]))
+        if i < len(images):
+            photograph = images[i]
             rows, columns = grid(photograph.height, photograph.width)
             pieces.append(_embed_patches(photograph.resize((columns * patch, rows * patch)), patch))
             layout.append(f"{PHOTOGRAPHS[i]} {rows} x {columns}")

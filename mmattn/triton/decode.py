@@ -43,12 +43,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["part_split", "part_lse_split", "part_lse_batch", "part_lse_head", "lse_batch", "lse_head",
+@triton.jit(do_not_specialize=["part_split", "part_lse_split", "part_lse_head", "part_rows", "lse_batch", "lse_head",
                                "splits", "seqlen_q", "total_q", "heads_kv", "batch_size", "rows_upto"])  # fmt: skip
 def _combine_kernel(
     part, part_lse, out, lse, sinks, index, starts, cu_seqlens_q,
-    part_split, part_batch, part_row, part_head, part_lse_split, part_lse_batch, part_lse_head,
-    out_batch, out_row, out_head, lse_batch, lse_head, splits, seqlen_q, total_q, heads_kv, batch_size, rows_upto,
+    part_split, part_row, part_head, part_lse_split, part_lse_head, part_rows, out_batch, out_row, out_head,
+    lse_batch, lse_head, splits, seqlen_q, total_q, heads_kv, batch_size, rows_upto,
     GROUP: tl.constexpr, DV: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, TILE_M, columns / WIDTH): one packed row each."""
@@ -72,13 +72,19 @@ def _combine_kernel(
         row0 = seq * 0
         batch = seq
     packed = m * TILE_M + tl.program_id(1)
-    if (packed >= length * GROUP) | (length * GROUP > rows_upto):
+    i = packed // GROUP
+    if (i >= length) | (length * GROUP > rows_upto):
         return
-    row = (row0 + packed // GROUP).to(tl.int64)
+    if seq >= batch_size:  # rows of no sequence see nothing
+        splits = splits * 0
+    elif i >= part_rows:
+        return
+    row = (row0 + i).to(tl.int64)
     head = head_kv * GROUP + packed % GROUP
     d = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
-    part += batch.to(tl.int64) * part_batch + row * part_row + head.to(tl.int64) * part_head
-    part_lse += batch.to(tl.int64) * part_lse_batch + head.to(tl.int64) * part_lse_head + row
+    part_at = seq.to(tl.int64) * part_rows + i
+    part += part_at * part_row + head.to(tl.int64) * part_head
+    part_lse += part_at + head.to(tl.int64) * part_lse_head
 
     top = tl.full([], float("-inf"), tl.float32)
     if sinks is not None:
@@ -112,22 +118,19 @@ def combine(
     part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, batch: Batch,
     table: TileTable, tiles: int, by_sequence: bool, tile_m: int, group: int, rows_upto: int,
 ) -> None:  # fmt: skip
-    """Merges `[splits, ...]` partial results (float32, natural-log LSE) into `out` and `lse`; a sink counts once."""
+    """Merges partial results into `out` and `lse`; a sink counts once.
+
+    part: float32 `[splits, batch_size * rows, Hq, Dv]`, equally many rows for every sequence; part_lse: natural log,
+    float32 `[splits, Hq, batch_size * rows]`, -inf where a split had no keys (it then wrote no output).
+    """
     heads_kv, width = out.shape[-2] // group, 64
-
-    def strides(x: Tensor) -> tuple[int, int, int]:
-        return (
-            (0, x.stride(-3), x.stride(-2))
-            if batch.packed_q
-            else (x.stride(-4) if x.dim() >= 4 else 0, x.stride(-3), x.stride(-2))
-        )
-
-    def lse_strides(x: Tensor | None) -> tuple[int, int]:
-        return (0, 0) if x is None else ((0 if x.dim() < 3 else x.stride(-3)), x.stride(-2))
-
-    _combine_kernel[(tiles * heads_kv, min(tile_m, batch.max_seqlen_q * group), triton.cdiv(out.shape[-1], width))](
+    # Rows of no sequence may fill a tile, whatever the longest sequence is.
+    rows = tile_m if batch.packed_q else min(tile_m, batch.max_seqlen_q * group)
+    out_strides = (0, out.stride(0), out.stride(1)) if out.dim() == 3 else out.stride()[:3]
+    lse_strides = (0, 0) if lse is None else (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]
+    _combine_kernel[(tiles * heads_kv, rows, triton.cdiv(out.shape[-1], width))](
         part, part_lse, out, lse, sinks, table.index, table.starts if by_sequence else None, batch.cu_seqlens_q,
-        part.stride(0), *strides(part[0]), part_lse.stride(0), *lse_strides(part_lse[0]), *strides(out), *lse_strides(lse),
+        *part.stride()[:3], *part_lse.stride()[:2], part.shape[1] // batch.batch_size, *out_strides, *lse_strides,
         part.shape[0], batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
         GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=32, num_warps=2,
     )  # fmt: skip

@@ -137,20 +137,21 @@ def _walk(
 @triton.jit(do_not_specialize=["seqlen_q", "total_q", "heads_kv", "batch_size", "capacity", "page_table_stride",
                                "k_rows_batch", "k_rows_head", "k_cols_head", "v_rows_batch", "v_rows_head", "v_cols_head",
                                "lse_batch", "lse_head", "lse_split", "out_split", "k_scale_batch", "k_scale_head",
-                               "v_scale_batch", "v_scale_head", "rows_above", "rows_upto"])  # fmt: skip
+                               "v_scale_batch", "v_scale_head", "rows_above", "rows_upto", "part_rows"])  # fmt: skip
 def _forward_kernel(
     q, k, v, out, lse, rows, ranges, index, starts, cu_seqlens_q, cu_seqlens_k, page_table, sinks, k_scale, v_scale,
     q_batch, q_row, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, out_batch, out_row, out_head,
     lse_batch, lse_head, out_split, lse_split, page_table_stride,
     k_scale_batch, k_scale_head, v_scale_batch, v_scale_head,
     k_rows_batch, k_rows_head, k_cols_head, v_rows_batch, v_rows_head, v_cols_head,
-    seqlen_q, total_q, heads_kv, batch_size, capacity, rows_above, rows_upto, scale, cap,
+    seqlen_q, total_q, heads_kv, batch_size, capacity, rows_above, rows_upto, part_rows, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, KEYS8: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, splits). With SPLIT, split s covers its share of the tile's key blocks and writes a
-    partial result to `out + s * out_split` and `lse + s * lse_split`; see decode.py."""
+    partial result to `out + s * out_split` and `lse + s * lse_split`, where each sequence has `part_rows` rows; see
+    decode.py."""
     # Heads vary fastest and tiles run backwards: on causal masks the longest tiles start first.
     head_kv = tl.program_id(0) % heads_kv
     slot = tl.num_programs(0) // heads_kv - 1 - tl.program_id(0) // heads_kv
@@ -169,13 +170,13 @@ def _forward_kernel(
             row_end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
         length = row_end - row0
         q += row0.to(tl.int64) * q_row
-        out += row0.to(tl.int64) * out_row
+        out_start = row0.to(tl.int64) * out_row
         lse_row = row0.to(tl.int64)
     else:
         length = seqlen_q
         row0 = seq * seqlen_q
         q += seq.to(tl.int64) * q_batch
-        out += seq.to(tl.int64) * out_batch
+        out_start = seq.to(tl.int64) * out_batch
         lse_row = seq.to(tl.int64) * lse_batch
     if (length * GROUP <= rows_above) | (length * GROUP > rows_upto):  # the other launch's sequences
         return
@@ -183,6 +184,14 @@ def _forward_kernel(
     i = packed // GROUP
     head = head_kv * GROUP + packed % GROUP
     exists = i < length
+    if SPLIT:
+        if seq >= batch_size:  # rows of no sequence have no partial results
+            return
+        exists = exists & (i < part_rows)
+        lse_row = seq.to(tl.int64) * part_rows
+        out_start = lse_row * out_row + tl.program_id(1).to(tl.int64) * out_split
+        lse += tl.program_id(1).to(tl.int64) * lse_split
+    out += out_start
     lo = tl.load(rows + (row0 + i) * 2, mask=exists, other=0)
     hi = tl.load(rows + (row0 + i) * 2 + 1, mask=exists, other=0)
 
@@ -208,8 +217,6 @@ def _forward_kernel(
         b3 = tl.minimum(b0 + share, b3)
         b1 = tl.minimum(tl.maximum(b1, b0), b3)
         b2 = tl.minimum(tl.maximum(b2, b0), b3)
-        lse += tl.program_id(1).to(tl.int64) * lse_split
-        out += tl.program_id(1).to(tl.int64) * out_split
         if b0 >= b3:  # nothing to do for this split: its LSE says so, and nobody reads its output
             tl.store(
                 lse + lse_row + head.to(tl.int64) * lse_head + i,
@@ -333,7 +340,8 @@ def forward(
     if options.num_splits is not None:
         # Nothing may depend on the batch: a sequence's own length decides, and tiles are the tallest.
         long_tile, short_tile, _ = tiles(2**31, 2**31, 2**31)
-        if rows > few_rows:
+        longest = max(rows, batch.total_q * group) if batch.packed_q else rows  # rows of no sequence count too
+        if longest > few_rows:
             launch(long_tile, 1, rows_above=few_rows)
         launch(short_tile, options.num_splits, rows_upto=few_rows)
         return
@@ -366,7 +374,7 @@ def _launch(
     # Triton 3.6 miscompiles the second block of a head (wrong rows, wild reads) where loads cannot be vectorised.
     whole = not (_vectorises(k) and _vectorises(v))
     k_split, v_split = split_head_dim(head_dim, whole), split_head_dim(head_dim_v, whole)
-    packed_q, packed_k = batch.packed_q, batch.cu_seqlens_k is not None
+    packed_k = batch.cu_seqlens_k is not None
     page = k.shape[1] if page_table is not None else 0
     capacity = 0  # packed keys: each sequence's own length, read on the device
     if not packed_k:
@@ -383,11 +391,12 @@ def _launch(
             v_in = TensorDescriptor(v, list(v_view[0]), list(v_view[1]), [tile.tile_n, head_dim_v])
             k_rows, v_rows = k_view[2], v_view[2]
 
-    to, lse_to, out_split, lse_split = out, lse, 0, 0
+    to, lse_to, out_split, lse_split, part_rows = out, lse, 0, 0, 0
     if splits > 1:
-        part = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)
-        lse_shape = (heads, batch.total_q) if packed_q or out.dim() == 3 else (out.shape[0], heads, out.shape[1])
-        part_lse = torch.empty(splits, *lse_shape, dtype=torch.float32, device=q.device)
+        part_rows = min(batch.max_seqlen_q, rows_upto // group)
+        shape = (splits, batch.batch_size * part_rows, heads)
+        part = torch.empty(*shape, head_dim_v, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(shape[0], shape[2], shape[1], dtype=torch.float32, device=q.device)
         to, lse_to, out_split, lse_split = part[0], part_lse[0], part.stride(0), part_lse.stride(0)
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
     if q.dtype is torch.bfloat16 and q.device.type == "cpu" and k.element_size() != 1:
@@ -400,7 +409,7 @@ def _launch(
         *_strides(q), *_strides(k), *_strides(v), *_strides(to),
         *_lse_strides(lse_to), out_split, lse_split, 0 if page_table is None else page_table.stride(0),
         *_scale_strides(options.k_scale), *_scale_strides(options.v_scale), *k_rows, *v_rows,
-        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity, rows_above, rows_upto,
+        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity, rows_above, rows_upto, part_rows,
         options.scale * LOG2E.value, 1.0 if options.softcap is None else options.softcap,
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
         TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=tma,
