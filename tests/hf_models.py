@@ -305,8 +305,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 mmattn.hf.register()
 config = AutoConfig.for_model(
-    "mistral", num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=128, sliding_window=16, bos_token_id=1, eos_token_id=2,
+    "mistral",
+    num_hidden_layers=2,
+    hidden_size=64,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+    sliding_window=16,
+    bos_token_id=1,
+    eos_token_id=2,
 )
 model = AutoModelForCausalLM.from_config(config, attn_implementation="mmattn")
 ```
@@ -320,8 +328,8 @@ closure that it does not know is evaluated in row chunks and kept if every row s
 interval per row is refused when a layer uses it, with the model, the layer and the row in the message;
 `register(fallback="sdpa")` runs such layers with sdpa and a dense mask instead, and logs it.
 
-The models below match eager attention with tiny random weights, on the CPU in every run of the tests and on a GPU in
-bfloat16. A test fails if the model took another attention, evaluated a mask or built a dense one."""
+The models below match eager attention with tiny random weights, on the CPU in every run of the tests;
+`tests/test_hf_gpu.py` has them on a GPU in bfloat16. A test fails if the model took another attention, evaluated a mask or built a dense one."""
 
 DOCUMENT_TAIL = """## What is refused
 
