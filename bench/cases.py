@@ -50,6 +50,8 @@ class Case:
     sinks: bool = False
     decode: bool = False
     """Limited by memory: judged by bandwidth, timed on rotating data larger than the L2 cache."""
+    float8: bool = False
+    """K and V are float8_e4m3fn."""
 
     @property
     def family(self) -> str:
@@ -200,7 +202,7 @@ def _w6(name: str, pick: Pick) -> Case:
     return Case(name, title, _GEMMA4, 32, 4, 512, 512, Mask.causal_(), (Sequence(length, length),))
 
 
-@_case("W7", "W7b", "W7c", "W7d", "W7e", "W7f", "W7g")
+@_case("W7", "W7b", "W7c", "W7d", "W7e", "W7f", "W7g", "W7h", "W7i")
 def _w7(name: str, pick: Pick) -> Case:
     batch, rows, length, window = {
         "W7": (pick(64, 4), 1, 32768, None),
@@ -210,14 +212,19 @@ def _w7(name: str, pick: Pick) -> Case:
         "W7e": (1, 16, 131072, None),
         "W7f": (1, 1, 4096, 1024),
         "W7g": (1, 1, 262144, 1024),
+        "W7h": (pick(64, 4), 1, 32768, None),
+        "W7i": (1, 1, 131072, None),
     }[name]
+    float8 = name in ("W7h", "W7i")
     keys = pick(length, length // 256)
     mask = Mask.causal_() if window is None else Mask.sliding_window(pick(window, window // 64))
     about = f"{batch} x {length // 1024}k"
     about += (f", {rows} rows to verify" if rows > 1 else "") + (f", window {window}" if window else "")
+    about += ", float8 K and V" if float8 else ""
     return Case(
-        name, f"decode, {about}", _QWEN3, 32, 8, 128, 128, mask, (Sequence(rows, keys),) * batch, 16, decode=True
-    )
+        name, f"decode, {about}", _QWEN3, 32, 8, 128, 128, mask, (Sequence(rows, keys),) * batch, 16,
+        decode=True, float8=float8,
+    )  # fmt: skip
 
 
 @_case("W8", "W8b")
@@ -350,6 +357,9 @@ def make_inputs(
     A decode call that touches fewer than twice `l2` bytes of K and V gets a pool of pages of at least that size, and
     page tables to rotate through, so that no call finds its data in the cache.
     """
+    kv_dtype = dtype
+    if case.float8:
+        dtype, kv_dtype = torch.float16 if dtype is torch.float32 else dtype, torch.float8_e4m3fn
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def randn(*shape: int) -> Tensor:
@@ -366,7 +376,7 @@ def make_inputs(
         needed = [math.ceil(n / case.page_size) for n in kv_lens]
         pages, width, copies = sum(needed), max(needed), 1
         if case.decode and 0 < touched < 2 * l2:
-            page_bytes = case.page_size * case.heads_kv * (case.head_dim + case.head_dim_v) * 2
+            page_bytes = case.page_size * case.heads_kv * (case.head_dim + case.head_dim_v) * (1 if case.float8 else 2)
             pages, copies = max(pages, math.ceil(2 * l2 / page_bytes)), min(64, math.ceil(2 * l2 / touched))
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
         for i in range(copies):
@@ -384,8 +394,8 @@ def make_inputs(
     return Inputs(
         case=case,
         q=randn(*lead_q, case.heads_q, case.head_dim),
-        k=randn(*lead_k, case.heads_kv, case.head_dim),
-        v=randn(*lead_k, case.heads_kv, case.head_dim_v),
+        k=randn(*lead_k, case.heads_kv, case.head_dim).to(kv_dtype),
+        v=randn(*lead_k, case.heads_kv, case.head_dim_v).to(kv_dtype),
         sinks=randn(case.heads_q) if case.sinks else None,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

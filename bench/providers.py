@@ -7,7 +7,7 @@ reason. Imports of peers happen inside, so that a missing one costs only its own
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -222,8 +222,14 @@ def _vllm_triton(inputs: Inputs) -> Prepared:
     return Prepared(case, call)
 
 
+def _half_only(prepare: Callable[[Inputs], Prepared], inputs: Inputs) -> Prepared:
+    if inputs.case.float8:
+        raise CannotRun("not run here over float8 keys and values")
+    return prepare(inputs)
+
+
 PROVIDERS: dict[str, Provider] = {
-    p.name: p
+    p.name: p if p.name.startswith("mmattn") else replace(p, prepare=partial(_half_only, p.prepare))
     for p in (
         Provider("mmattn", "mmattn, backend='auto'", partial(_mmattn, backend="auto")),
         Provider("mmattn-cute", "mmattn on FlashAttention-4", partial(_mmattn, backend="cute")),

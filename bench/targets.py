@@ -83,6 +83,8 @@ TARGETS = (
     _bandwidth("W7b", 0.80),
     _times("W7b", "fa4-native", "mmattn", 5),
     _bandwidth("W7", 0.85),
+    Target("W7h: float8 against bf16, 64 x 32k", ratio("ms", ("W7", "mmattn"), ("W7h", "mmattn")), 1.6),
+    Target("W7i: float8 against bf16, 1 x 128k", ratio("ms", ("W7b", "mmattn"), ("W7i", "mmattn")), 1.6),
     _between("W7e / W7b: 16 rows against 1", "W7e", "W7b", 1.15),
     _between("W7d / W7f: window decode at 128k against 4k", "W7d", "W7f", 1.05),
     _between("W7g / W7f: window decode at 256k against 4k", "W7g", "W7f", 1.05),

@@ -57,7 +57,7 @@ def work(case: Case, element_bytes: int = 2) -> Work:
         steps.index_add_(0, mine[:, 0], one).index_add_(0, mine[:, 1], -one)
         keys += int((steps.cumsum(0) > 0).sum())
     dims = case.head_dim + case.head_dim_v
-    kv_bytes = keys * case.heads_kv * dims * element_bytes
+    kv_bytes = keys * case.heads_kv * dims * (1 if case.float8 else element_bytes)
     return Work(
         pairs, 2 * dims * case.heads_q * pairs, kv_bytes, kv_bytes + case.total_q * case.heads_q * dims * element_bytes
     )

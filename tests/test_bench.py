@@ -110,7 +110,7 @@ def test_work_against_brute_force(name: str) -> None:
     dims = case.head_dim + case.head_dim_v
     assert counted.pairs == pairs
     assert counted.flops == 2 * dims * case.heads_q * pairs
-    assert counted.kv_bytes == keys * case.heads_kv * dims * 2
+    assert counted.kv_bytes == keys * case.heads_kv * dims * (1 if case.float8 else 2)
     assert counted.bytes == counted.kv_bytes + case.total_q * case.heads_q * dims * 2
 
 
@@ -161,7 +161,7 @@ def test_providers_pass_the_gate(name: str, provider: str) -> None:
             providers.PROVIDERS[provider].prepare(inputs)
         return
     ready = bench_run._gated(providers.PROVIDERS[provider], inputs, {}, gate.sample_rows(case, 64))
-    assert 0 <= ready.errors["max_error"] < 1e-4
+    assert 0 <= ready.errors["max_error"] < (2e-3 if case.float8 else 1e-4)
     assert ready.prepared.case == case
 
 
