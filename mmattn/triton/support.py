@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 
 import torch
@@ -22,6 +24,17 @@ def installed() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def _interpreter_fault() -> str | None:
+    """Triton 3.6's interpreter turns one-element arrays into numbers in a way that numpy 2.4 no longer allows."""
+    triton, numpy = (tuple(int(n) for n in metadata.version(name).split(".")[:2]) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return (
+            f"the interpreter of Triton {metadata.version('triton')} needs numpy < 2.4, got {metadata.version('numpy')}"
+        )
+    return None
+
+
 def why_not(call: Call) -> list[str]:
     """Every reason why this backend cannot run `call`."""
     reasons = []
@@ -31,6 +44,8 @@ def why_not(call: Call) -> list[str]:
         reasons.append(
             "tensors are on the CPU; set TRITON_INTERPRET=1 before the first call to run it in Triton's interpreter"
         )
+    elif call.device_type == "cpu" and installed() and (fault := _interpreter_fault()) is not None:
+        reasons.append(fault)
     elif call.device_type not in ("cpu", "cuda"):
         reasons.append(f"no Triton backend for device {call.device_type}")
     if call.capability is not None and call.capability < (7, 5):
