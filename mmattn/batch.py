@@ -205,7 +205,7 @@ class Batch:
                     else ""
                 )
                 raise ValueError(
-                    f"k of shape {list(k_shape)} holds {held} sequences, but {owner} holds {b}. {hint}".rstrip(". ")
+                    f"k of shape {list(k_shape)} holds {held} sequences, but {owner} holds {b}; {hint}".rstrip("; ")
                 )
             seqlen_k = k_shape[-3]
         elif seqused_k is None and max_seqlen_k is None:
@@ -364,7 +364,10 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
                 or len(span) != 2
                 or not all(isinstance(x, int) and not isinstance(x, bool) for x in span)
             ):
-                raise MaskError(f"a span of sequence {b} must be (start, end), two integers, got {span!r}")
+                raise MaskError(
+                    f"a span of sequence {b} must be (start, end), two integers, got {span!r}; mm_prefix_range holds one "
+                    "list of spans per sequence: [[(start, end), ...], ...]"
+                )
             start, end = span
             if start > end:
                 raise MaskError(f"span ({start}, {end}) of sequence {b} runs backwards; both ends are inclusive")
