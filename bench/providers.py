@@ -45,7 +45,7 @@ def _mmattn(inputs: Inputs, *, backend: str) -> Prepared:
 
     def build() -> mmattn.Plan:
         fresh = mmattn.plan(case.mask, q=q, k=k, **args)
-        for shape in ready._tiles:  # the tables that the kernel asked for; a plan makes them at the first request
+        for shape in ready.tile_shapes:  # the tables that the kernel asked for; a plan makes them at the first request
             fresh.tiles(*shape)
         return fresh
 

@@ -83,28 +83,13 @@ def attention(
         MaskError: an impossible mask; names the sequence and the span.
         UnsupportedError: no backend can run the call; lists each with every reason.
     """
-    if isinstance(mask, Plan):
-        the_plan, batch = mask, mask.batch
-        extra = [name for name, x in batch_args.items() if x is not None and name != "page_table"]
-        if extra:
-            raise ValueError(f"{', '.join(extra)} came with a Plan, which already holds the batch; pass them to plan()")
-        _check_names(batch_args)
-        paged = batch.with_page_table(batch_args.get("page_table"))
-        call, options = _check(q, k, v, paged, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
-        run = dispatch.choose(call, backend)
-        page_table = paged.page_table
-    elif isinstance(mask, Mask):
-        _check_names(batch_args)
-        batch = _batch(q, k, batch_args)
-        batch.check_mask(mask)
-        call, options = _check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
-        run = dispatch.choose(call, backend)
-        page_table = batch.page_table
-        the_plan = Plan(mask, batch, dispatch.lowering(q.device.type))
-    else:
-        raise ValueError(f"mask must be a mmattn.Mask or a mmattn.Plan, got {type(mask).__name__}")
+    batch = _resolve(q, k, mask, batch_args)
+    call, options = _check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
+    run = dispatch.choose(call, backend)
+    the_plan = mask if isinstance(mask, Plan) else Plan(mask, batch, dispatch.lowering(q.device.type))
+    page_table = batch.page_table
     if page_table is not None and debugging():
-        batch.with_page_table(page_table).check_pages(k.shape[1], k.shape[0], the_plan.rows)
+        batch.check_pages(k.shape[1], k.shape[0], the_plan.rows)
     result, lse = run(q, k, v, the_plan, page_table, options=options, out=out, with_lse=return_lse)
     return (result, lse) if return_lse else result
 
@@ -147,12 +132,7 @@ def supported(
 
     Takes the arguments of `attention()` and raises `ValueError` where no backend could make sense of them.
     """
-    _check_names(batch_args)
-    if isinstance(mask, Plan):
-        batch = mask.batch.with_page_table(batch_args.get("page_table"))
-    else:
-        batch = _batch(q, k, batch_args)
-        batch.check_mask(mask)
+    batch = _resolve(q, k, mask, batch_args)
     return dispatch.reasons(_check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0])
 
 
@@ -192,11 +172,23 @@ def _check_names(batch_args: dict[str, Any]) -> None:
         )
 
 
-def _batch(q: Tensor, k: Tensor, batch_args: dict[str, Any]) -> Batch:
+def _resolve(q: Tensor, k: Tensor, mask: Mask | Plan, batch_args: dict[str, Any]) -> Batch:
+    """The batch of a call: the plan's, with the pages of this call, or one made from the batch arguments."""
+    if isinstance(mask, Plan):
+        extra = [name for name, x in batch_args.items() if x is not None and name != "page_table"]
+        if extra:
+            raise ValueError(f"{', '.join(extra)} came with a Plan, which already holds the batch; pass them to plan()")
+        _check_names(batch_args)
+        return mask.batch.with_page_table(batch_args.get("page_table"))
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a mmattn.Mask or a mmattn.Plan, got {type(mask).__name__}")
+    _check_names(batch_args)
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-    return Batch.build(q_shape=q.shape, k_shape=k.shape, device=q.device, **batch_args)
+    batch = Batch.build(q_shape=q.shape, k_shape=k.shape, device=q.device, **batch_args)
+    batch.check_mask(mask)
+    return batch
 
 
 @cache
@@ -295,9 +287,8 @@ def _check(
                 f"out must be {dtype} {list(want_shape)} on {device} with last stride 1, "
                 f"got {out.dtype} {list(out.shape)} on {out.device} with strides {out.stride()}"
             )
-    grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
-    )
+    inputs = (q, k, v, sinks, k_scale, v_scale)
+    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     call = Call(
         device_type=device.type, capability=_capability(device), dtype=dtype, kv_dtype=kv_dtype,
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,

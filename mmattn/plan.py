@@ -76,6 +76,11 @@ class Plan:
         self.batch.check_mask(self.mask)
         self.rows = self.lowering.row_intervals(self.mask, self.batch)
 
+    @property
+    def tile_shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """(tile_m, group, tile_n) of the tables requested so far."""
+        return tuple(self._tiles)
+
     def tiles(self, tile_m: int, group: int, tile_n: int) -> TileTable:
         """The tile table for this shape, computed at the first request."""
         key = (tile_m, group, tile_n)

@@ -50,7 +50,9 @@ def forward(
     offsets, kv_lens = batch.row_offsets().tolist(), batch.kv_lens().tolist()
     k_offsets = None if batch.cu_seqlens_k is None else batch.cu_seqlens_k.tolist()
     intervals = plan.rows.to("cpu")
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sinks, options.k_scale, options.v_scale)
+    )
     for b in range(batch.batch_size):
         first = offsets[b]
         while first < offsets[b + 1]:

@@ -247,6 +247,25 @@ def test_gradients_equal_those_of_the_reference(name: str, device: torch.device)
         assert (got - want).abs().max() <= 1e-6 * want.abs().max().clamp(min=1)  # the LSE is float32
 
 
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_that_requires_grad_is_not_detached(name: str, device: torch.device) -> None:
+    x = torch.randn(130, 2, 64, device=device)
+    scale = torch.ones(1, device=device, requires_grad=True)
+    against = supported(x, x, x, Mask(), **{name: scale})
+    assert all(any("requires grad" in reason for reason in against[kernel]) for kernel in ("cute", "triton"))
+    assert against["torch"] == [] and attention(x, x, x, Mask(), **{name: scale}).requires_grad
+
+
+def test_supported_reads_the_mask_as_attention_does() -> None:
+    x = torch.randn(4, 2, 16)
+    ready = mmattn.plan(Mask(), q=x, k=x)
+    for call in (attention, supported):
+        with pytest.raises(ValueError, match="causal came with a Plan"):
+            call(x, x, x, ready, causal=torch.ones(1, dtype=torch.int32))
+        with pytest.raises(ValueError, match=r"mask must be a mmattn.Mask or a mmattn.Plan, got str"):
+            call(x, x, x, "causal")
+
+
 def test_gradcheck(device: torch.device) -> None:
     q, k, v = (torch.randn(5, 2, 4, dtype=torch.float64, device=device, requires_grad=True) for _ in range(3))
     sinks = torch.randn(2, dtype=torch.float64, device=device, requires_grad=True)

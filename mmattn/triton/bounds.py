@@ -38,6 +38,21 @@ _row_interval = triton.jit(_form)
 
 
 @triton.jit
+def sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q):
+    """First row and length of a sequence; packed sequence `batch_size` is the rows behind all others."""
+    if cu_seqlens_q is not None:
+        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
+        end = total_q
+        if seq < batch_size:
+            end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
+        length = end - row0
+    else:
+        row0 = seq * seqlen_q
+        length = seqlen_q
+    return row0, length
+
+
+@triton.jit
 def _find_tile(slot, cu_seqlens_q, batch_size, total_q, seqlen_q, tile_m, group, PACKED: tl.constexpr):
     """Sequence, tile within it, first row and length of the sequence that owns this slot (see plan.tile_slots)."""
     if PACKED:
@@ -51,18 +66,13 @@ def _find_tile(slot, cu_seqlens_q, batch_size, total_q, seqlen_q, tile_m, group,
             else:
                 high = middle - 1
         seq = low
-        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
-        end = total_q
-        if seq < batch_size:
-            end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
-        length = end - row0
+        row0, length = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
         m = slot - (row0.to(tl.int64) * group // tile_m).to(tl.int32) - seq
     else:
         tiles = (seqlen_q * group + tile_m - 1) // tile_m
         seq = slot // tiles
         m = slot % tiles
-        row0 = seq * seqlen_q
-        length = seqlen_q
+        row0, length = sequence_rows(seq, None, batch_size, total_q, seqlen_q)
     return seq, m, row0, length
 
 

@@ -71,13 +71,19 @@ def architecture(device: torch.device) -> str:
 _TABLES = {"sm90": _HOPPER, "sm80": _AMPERE, "small": _SMALL}
 
 
+def _tile_rows(packed_rows: int, most: int) -> int:
+    """The power of two from 16 to `most` that holds `packed_rows`, or comes nearest."""
+    rows = 16
+    while rows < min(packed_rows, most):
+        rows *= 2
+    return rows
+
+
 def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) -> Tile:
     """The tile for the larger of the two head dims; never much taller than `packed_rows`, the rows of one KV head."""
     size = min(4, max(2, element_bytes))
     _, tile = min((key, tile) for key, tile in _TABLES[arch].items() if key[0] >= head_dim and key[1] == size)
-    rows = 16
-    while rows < packed_rows and rows < tile.tile_m:
-        rows *= 2
+    rows = _tile_rows(packed_rows, tile.tile_m)
     # Fewer than 64 rows do not fill the matrix instruction of more than 4 warps.
     return tile if rows == tile.tile_m else tile._replace(tile_m=rows, warps=4, tma=False)
 
@@ -109,10 +115,7 @@ def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int
     _, (tile_n, stages) = min((key, entry) for key, entry in _SHORT.items() if key[0] >= head_dim and key[1] == size)
     if window <= SHORT_WINDOW and tile_n > 32:
         tile_n, stages = tile_n // 2, stages + 1
-    widest = 64 if head_dim <= 256 else 32
-    rows = 16
-    while rows < min(packed_rows, widest):
-        rows *= 2
+    rows = _tile_rows(packed_rows, 64 if head_dim <= 256 else 32)
     return Tile(rows, tile_n, 4, 1 if arch == "small" and head_dim > 128 else stages)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..batch import Batch
 from ..plan import TileTable
+from .bounds import sequence_rows
 
 FEWEST_KEYS = 256
 """A split with fewer keys costs more in combining than it gains."""
@@ -60,16 +61,10 @@ def _combine_kernel(
     m = tl.load(index + slot * 2 + 1)
     if seq < 0:
         return
-    if cu_seqlens_q is not None:
-        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
-        end = total_q
-        if seq < batch_size:
-            end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
-        length = end - row0
-        batch = seq * 0
-    else:
-        length = seqlen_q
-        row0 = seq * 0
+    row0, length = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
+    batch = seq * 0
+    if cu_seqlens_q is None:
+        row0 = row0 * 0
         batch = seq
     packed = m * TILE_M + tl.program_id(1)
     i = packed // GROUP

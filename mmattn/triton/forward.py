@@ -19,6 +19,7 @@ from ..batch import FEW_ROWS
 from ..mask import UNLIMITED
 from ..plan import Options, Plan
 from . import decode
+from .bounds import sequence_rows
 from .config import Tile, architecture, choose_short_tile, choose_tile, resident_programs, split_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -163,18 +164,12 @@ def _forward_kernel(
         return
 
     # Rows of this tile.
+    row0, length = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
     if cu_seqlens_q is not None:
-        row0 = tl.minimum(tl.load(cu_seqlens_q + seq), total_q)
-        row_end = total_q
-        if seq < batch_size:
-            row_end = tl.minimum(tl.load(cu_seqlens_q + seq + 1), total_q)
-        length = row_end - row0
         q += row0.to(tl.int64) * q_row
         out_start = row0.to(tl.int64) * out_row
         lse_row = row0.to(tl.int64)
     else:
-        length = seqlen_q
-        row0 = seq * seqlen_q
         q += seq.to(tl.int64) * q_batch
         out_start = seq.to(tl.int64) * out_batch
         lse_row = seq.to(tl.int64) * lse_batch
