@@ -389,14 +389,15 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def wants_split(batch: Batch, group: int, heads_kv: int) -> bool:
-    """Whether a kernel that gives every tile of query rows to one multiprocessor would leave most of a GPU idle.
+def wants_split(batch: Batch, group: int, heads_kv: int, head_dim: int) -> bool:
+    """Whether a kernel that gives every tall tile of query rows to one multiprocessor would waste most of a GPU.
 
-    By host sizes alone: few rows per sequence, and either too few of them to fill a tile or too few tiles in all.
+    By host sizes alone: few rows per sequence, and either too few of them to fill such a tile or too few tiles in all.
+    On an H200 64 packed rows of head dim 128 are faster on the split path however many tiles there are (bench case W8).
     """
     rows = batch.max_seqlen_q * group
     tiles = batch.batch_size * heads_kv * -(-rows // 128)
-    return batch.max_seqlen_q <= FEW_ROWS and (rows < 32 or tiles < 128)
+    return batch.max_seqlen_q <= FEW_ROWS and (rows <= (64 if head_dim <= 128 else 31) or tiles < 128)
 
 
 @dataclass(frozen=True)
@@ -416,8 +417,8 @@ class Call:
     packed_k: bool
     page_size: int | None
     """None when k is not paged."""
-    aligned: bool
-    """Whether q, k, v and out start at multiples of 16 bytes and all their strides are such multiples."""
+    alignment: int
+    """Bytes, a power of two up to 16, at whose multiples every row of q, k, v and out starts."""
     split_kv: bool
     """Whether the rows are too few to fill a GPU unless the keys are split (see `wants_split`)."""
     softcap: bool

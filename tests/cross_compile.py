@@ -46,8 +46,8 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recording(table: str) -> Iterator[list[Launch]]:
-    """Every launch of the package's kernels is noted, with tiles from this table."""
+def recording(table: str, capability: int) -> Iterator[list[Launch]]:
+    """Every launch of the package's kernels is noted, with tiles from this table, for this NVIDIA GPU (0: another)."""
     launches: list[Launch] = []
     kept = []
     for module in (bounds, forward, decode):
@@ -55,9 +55,10 @@ def recording(table: str) -> Iterator[list[Launch]]:
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 kept.append((module, name, value))
                 setattr(module, name, Recorder(value, launches))
-        if hasattr(module, "architecture"):
-            kept.append((module, "architecture", module.architecture))
-            module.architecture = lambda device: table
+        for name, value in (("architecture", table), ("ptx", capability)):
+            if hasattr(module, name):
+                kept.append((module, name, getattr(module, name)))
+                setattr(module, name, lambda device, value=value: value)
     caches = [f for module in (forward, decode, config) for f in vars(module).values() if hasattr(f, "cache_clear")]
     for cached in caches:
         cached.cache_clear()
@@ -73,7 +74,7 @@ def recording(table: str) -> Iterator[list[Launch]]:
 def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, Any]:
     """Compiles what a launch with these arguments would compile: same types, constants and alignments."""
     kernel, args, kwargs = launch
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
     values = dict(zip(kernel.arg_names, args), **{k: v for k, v in kwargs.items() if k in kernel.arg_names})
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -101,7 +102,7 @@ def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, Any]:
 
 
 def element(dtype: torch.dtype) -> str:
-    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32",
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int16: "i16", torch.int32: "i32",
              torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}  # fmt: skip
     return names[dtype]
 
@@ -109,6 +110,7 @@ def element(dtype: torch.dtype) -> str:
 def forward_launches(
     d: int, dv: int, dtype: torch.dtype = torch.bfloat16, page: int = 0, softcap: bool = False, sinks: bool = False,
     strided: bool = False, rows: int = 512, group: int = 4, num_splits: int | None = None,
+    keys_dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """A forward over two sequences, on tensors without memory; `recording` notes what it launches."""
     half = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
@@ -116,7 +118,7 @@ def forward_launches(
     q = torch.empty(rows, 2 * group, d, dtype=dtype, device=META)
     page_table = None
     if page:
-        k, v = (torch.empty(256, page, 2, n, dtype=dtype, device=META) for n in (d, dv))
+        k, v = (torch.empty(256, page, 2, n, dtype=keys_dtype or dtype, device=META) for n in (d, dv))
         page_table = torch.zeros(2, 64, dtype=torch.int32)
         args: dict[str, Any] = dict(seqused_k=keys[1:] - keys[:-1], page_table=page_table)
     elif strided:
@@ -161,9 +163,12 @@ ONLY: dict[str, list[dict[str, Any]]] = {
     "sm_80": [dict(d=80, dv=80, strided=True), dict(d=512, dv=512, dtype=torch.float32)],
     # TMA descriptors, in each of the layouts that they describe
     "sm_90": [dict(d=128, dv=128, strided=True), dict(d=256, dv=256, strided=True), dict(d=256, dv=256, softcap=True),
-              dict(d=512, dv=512), dict(d=256, dv=256, dtype=torch.float32)],
-    "sm_100": [],
-    "gfx942": [dict(d=256, dv=256, dtype=torch.float32)],
+              dict(d=512, dv=512), dict(d=256, dv=256, dtype=torch.float32),
+              dict(d=128, dv=128, rows=2, page=16, num_splits=4, keys_dtype=torch.float8_e4m3fn),
+              dict(d=192, dv=96, page=64, keys_dtype=torch.float8_e5m2)],
+    "sm_100": [dict(d=256, dv=256, rows=2, page=16, num_splits=4, keys_dtype=torch.float8_e4m3fn)],
+    "gfx942": [dict(d=256, dv=256, dtype=torch.float32),
+               dict(d=128, dv=128, rows=2, page=16, num_splits=4, keys_dtype=torch.float8_e5m2)],
 }  # fmt: skip
 
 
@@ -178,7 +183,7 @@ def main(names: list[str]) -> None:
             for variant in EVERYWHERE + ONLY[name]
         ]
         for job, launch in jobs:
-            with recording(table) as launches:
+            with recording(table, target.arch if target.backend == "cuda" else 0) as launches:
                 launch()
             assert launches, job
             for each in launches:

@@ -96,12 +96,20 @@ def test_vision(case: VisionModel, kernels: str) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma 3 text", "Mistral"])
 def test_generate_compiles_itself_with_a_static_cache(name: str) -> None:
-    """transformers compiles the decoding steps on a GPU: with the same kernels they must give the same tokens."""
+    """transformers compiles the decoding steps on a GPU: they must give the same logits, up to how it fuses the rest.
+
+    Of each row the steps count up to the first token that differs, which a near tie may cause.
+    """
     mmattn.hf.register()
     model: Any = next(m for m in TEXT_MODELS if m.name == name).build(gpu_sizes=True).cuda().to(torch.bfloat16)
     model.set_attn_implementation("mmattn")
     ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
     options: dict[str, Any] = dict(cache_implementation="static", max_new_tokens=8, do_sample=False)
-    options["attention_mask"] = torch.ones_like(ids)
-    expected = model.generate(ids, disable_compile=True, **options)
-    assert torch.equal(model.generate(ids, **options), expected)
+    options.update(attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_logits=True)
+    plain, compiled = model.generate(ids, disable_compile=True, **options), model.generate(ids, **options)
+    want, got = (torch.stack(run.logits, 1).float() for run in (plain, compiled))
+    agree = (plain.sequences == compiled.sequences)[:, LENGTH:].long().cumprod(1)
+    same_prefix = torch.cat([torch.ones_like(agree[:, :1]), agree[:, :-1]], 1).bool()
+    assert same_prefix[:, 1].all(), "the prefill, which is not compiled, differs"
+    error = (got - want)[same_prefix].square().mean().sqrt() / want[same_prefix].square().mean().sqrt()
+    assert error <= 2**-6, f"logits of compiled steps are off by {error:.1e}"

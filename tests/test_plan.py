@@ -38,6 +38,20 @@ def dense_rows(mask: Mask, batch: Batch) -> Tensor:
     return rows
 
 
+@pytest.mark.parametrize("case", LOWERING_CASES, ids=lambda case: case.name)
+def test_what_a_sequence_sees_has_no_holes(case: Case, device: torch.device) -> None:
+    """The rows' intervals are connected; the cute kernel trusts every key between the first row's and the last row's."""
+    mask, batch = batch_of(case, device)
+    rows = TorchLowering().row_intervals(mask, batch).cpu()
+    offsets = batch.row_offsets().tolist()
+    for first, end in zip(offsets, offsets[1:]):
+        intervals = [(lo, hi) for lo, hi in rows[first:end].tolist() if lo < hi]
+        seen = {key for lo, hi in intervals for key in range(lo, hi)}
+        assert not seen or seen == set(range(min(seen), max(seen) + 1))
+        if intervals and rows[first, 0] < rows[first, 1]:
+            assert set(range(rows[first, 0], rows[end - 1, 1])) <= seen
+
+
 def lowering_of(device: torch.device):
     from mmattn.triton.bounds import DeviceLowering
 

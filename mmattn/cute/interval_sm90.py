@@ -5,7 +5,7 @@ visits and what a row sees:
 
 * `TileBlocks` answers FA4's questions about key blocks from the tile table,
 * `RowIntervals` masks the accumulator of an edge block with the row table's limits,
-* blocks with slots that no row of the tile sees get those V rows zeroed, because P = 0 does not silence a NaN,
+* slots that no row of the sequence sees get their V rows zeroed, because P = 0 does not silence a NaN,
 * tiles without keys write zeros and touch neither Q, K nor V,
 * packed rows behind the last sequence are zeroed by warps that have nothing else to do.
 
@@ -40,14 +40,11 @@ CLEAR_BARRIER = max(NamedBarrierFwd) + 1  # one per consumer warp group, behind 
 
 
 class Tables(BlockSparseTensors):
-    """What the kernel reads beside FA4's arguments. It travels as FA4's block lists, so their fields hold it.
-
-    `cu_total_m_blocks` int32 (sequence,), the first slot of every sequence, is `SeqlenInfoQK.m_block_offset` to FA4.
-    """
+    """What the kernel reads beside FA4's arguments. It travels as FA4's block lists, so their fields hold it."""
 
     @staticmethod
-    def create(rows, ranges, starts, cu_seqlens_q, out, lse, sinks) -> "Tables":
-        return Tables(ranges, rows, out, lse, starts, None, cu_seqlens_q, sinks)
+    def create(rows, ranges, cu_seqlens_q, out, lse, sinks) -> "Tables":
+        return Tables(ranges, rows, out, lse, None, None, cu_seqlens_q, sinks)
 
     @property
     def ranges(self) -> cute.Tensor:
@@ -244,12 +241,11 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         mSinks: Optional[cute.Tensor],
         mRows: cute.Tensor,
         mRanges: cute.Tensor,
-        mStarts: cute.Tensor,
         cap: Optional[Float32],
         stream: cuda.CUstream = None,
     ):
-        """Tensors as FA4's `__call__` takes them, the three tables, and the softcap in score units."""
-        tables = Tables.create(mRows, mRanges, mStarts, mCuSeqlensQ, mO, mLSE, mSinks)
+        """Tensors as FA4's `__call__` takes them, the two tables, and the softcap in score units."""
+        tables = Tables.create(mRows, mRanges, mCuSeqlensQ, mO, mLSE, mSinks)
         scalars = (cap,) if const_expr(cap is not None) else None
         FlashAttentionForwardSm90.__call__(
             self,
@@ -302,7 +298,7 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         if work.is_valid_tile:
             m_block, _, batch_idx, _ = work.tile_idx
             seqlen = SeqlenInfoCls(batch_idx)
-            blocks = self._tile_blocks(tables, seqlen, m_block)
+            blocks = self._tile_blocks(tables, seqlen, batch_idx, m_block)
             if blocks.first < blocks.end:
                 pages, keys = mPageTable, seqlen
                 if const_expr(not self.use_tma_KV):
@@ -384,12 +380,12 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         if work.is_valid_tile:
             m_block, head_idx, batch_idx, _ = work.tile_idx
             seqlen = SeqlenInfoCls(batch_idx)
-            blocks = self._tile_blocks(tables, seqlen, m_block)
+            blocks = self._tile_blocks(tables, seqlen, batch_idx, m_block)
             tile_rows, columns = self._thread_rows(tiled_mma_qk.get_slice(tidx), m_block)
             sinks = self._row_sinks(learnable_sink, head_idx, tile_rows)
             if blocks.first < blocks.end:
                 limits = self._row_limits(tables, seqlen, batch_idx, tile_rows, columns)
-                lo, hi = self._needed_slots(tables, seqlen, batch_idx, m_block)
+                lo, hi = self._trusted_slots(tables, seqlen, batch_idx, m_block, blocks)
                 sV = layout_utils.transpose_view(sVt)
                 tile = self._for_tile(blocks, lo, hi, tidx, sV, pipeline_v, sinks)
                 FlashAttentionForwardSm90.mma(
@@ -455,13 +451,13 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         return tile
 
     def first_half_block_overlap(self, n_block, *args, **kwargs):
-        """FA4's step, then the last touched block's V rows that no row sees are zeroed."""
+        """FA4's step, then the last touched block's untrusted V rows are zeroed."""
         state = super().first_half_block_overlap(n_block, *args, **kwargs)
         self._clear_values(state, self.hi - n_block * self.tile_n, Int32(self.tile_n))
         return state
 
     def last_half_block_overlap(self, kv_consumer_state, *args, **kwargs):
-        """The first touched block's V rows that no row sees are zeroed, then FA4's step."""
+        """The first touched block's untrusted V rows are zeroed, then FA4's step."""
         self._clear_values(kv_consumer_state, Int32(0), self.lo - self.blocks.first * self.tile_n)
         return super().last_half_block_overlap(kv_consumer_state, *args, **kwargs)
 
@@ -517,8 +513,12 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
     # Reading the tables
 
     @cute.jit
-    def _tile_blocks(self, tables: Tables, seqlen, m_block: Int32):
-        slot = seqlen.m_block_offset + m_block
+    def _tile_blocks(self, tables: Tables, seqlen, batch_idx: Int32, m_block: Int32):
+        # The slot of a tile as `plan.tile_slots` counts it: computed, since every tile waits for this.
+        if const_expr(seqlen.has_cu_seqlens_q):
+            slot = seqlen.offset_q * self.group // self.tile_m + batch_idx + m_block
+        else:
+            slot = batch_idx * cute.ceil_div(seqlen.seqlen_q * self.group, self.tile_m) + m_block
         return TileBlocks(*[tables.ranges[slot, i] for i in range(4)])
 
     def _first_row(self, seqlen, batch_idx: Int32):
@@ -548,6 +548,21 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
             at = cutlass.min(row // self.group, seqlen.seqlen_q - 1) + self._first_row(seqlen, batch_idx)
             limits.append(tuple(sm90_col_to_r2p_idx(tables.rows[at, side] - first_column) for side in range(2)))
         return tuple(limits)
+
+    @cute.jit
+    def _trusted_slots(self, tables: Tables, seqlen, batch_idx: Int32, m_block: Int32, blocks: TileBlocks):
+        """Key slots [lo, hi) of the touched blocks that hold no garbage, because some row of the sequence sees them.
+
+        Positions of a sequence's rows are consecutive and a row sees an interval around its own, so what its rows see
+        has no holes: everything between what the first and the last row see. Only tiles at the ends look at each row.
+        """
+        first_row = self._first_row(seqlen, batch_idx)
+        lo, hi = blocks.first * self.tile_n, blocks.end * self.tile_n
+        seen_from, seen_past = tables.rows[first_row, 0], tables.rows[first_row, 1]
+        last_seen_past = tables.rows[first_row + seqlen.seqlen_q - 1, 1]
+        if seen_from >= seen_past or lo < seen_from or hi > last_seen_past:
+            lo, hi = self._needed_slots(tables, seqlen, batch_idx, m_block)
+        return lo, hi
 
     @cute.jit
     def _needed_slots(self, tables: Tables, seqlen, batch_idx: Int32, m_block: Int32):

@@ -138,7 +138,6 @@ def forward(
         sinks,
         plan.rows,
         table.ranges,
-        table.starts,
         softcap,
     )
 
@@ -195,7 +194,6 @@ def _compile(variant: Variant):
         None if variant.sinks is None else vector(_DTYPES[variant.sinks]),
         table(2),
         table(4),
-        vector(cutlass.Int32),
         cutlass.Float32(1.0) if variant.softcap else None,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options="--enable-tvm-ffi",

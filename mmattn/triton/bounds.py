@@ -53,6 +53,22 @@ def sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q):
 
 
 @triton.jit
+def tile_at(slot, index, starts):
+    """Slot, sequence (-1: unused) and number within the sequence of a tile of a table.
+
+    With `starts`, `slot` counts sequences, of which only the first tile is meant: one load less to wait for.
+    """
+    if starts is not None:
+        seq = slot
+        m = slot * 0
+        slot = tl.load(starts + seq)
+    else:
+        seq = tl.load(index + slot * 2)
+        m = tl.load(index + slot * 2 + 1)
+    return slot, seq, m
+
+
+@triton.jit
 def _find_tile(slot, cu_seqlens_q, batch_size, total_q, seqlen_q, tile_m, group, PACKED: tl.constexpr):
     """Sequence, tile within it, first row and length of the sequence that owns this slot (see plan.tile_slots)."""
     if PACKED:

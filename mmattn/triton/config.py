@@ -6,6 +6,7 @@ blocks plus Q) and registers, and on Hopper by measurement (`bench/`).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,15 @@ def architecture(device: torch.device) -> str:
     return "sm80" if (major, minor) == (8, 0) or major in (10, 11) else "small"
 
 
+@cache
+def ptx(device: torch.device) -> int:
+    """Compute capability of an NVIDIA GPU as one number, 90 for one; 0 elsewhere. What the kernels may say in PTX."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 _TABLES = {"sm90": _HOPPER, "sm80": _AMPERE, "small": _SMALL}
 
 
@@ -93,7 +103,7 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
 _SHORT: dict[tuple[int, int], tuple[int, int]] = {
     (64, 1): (128, 2),
     (128, 1): (128, 2),
-    (256, 1): (64, 2),
+    (256, 1): (32, 2),
     (512, 1): (32, 2),
     (64, 2): (128, 2),
     (128, 2): (64, 2),

@@ -12,12 +12,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from ..batch import Batch
 from ..plan import TileTable
-from .bounds import sequence_rows
+from .bounds import sequence_rows, tile_at
+from .config import ptx
 
-FEWEST_KEYS = 256
+FEWEST_KEYS = 64
 """A split with fewer keys costs more in combining than it gains."""
 LONG = 8192
 """Keys of one split where programs abound: there splits only level out the end, and must cost nothing."""
@@ -51,17 +53,16 @@ def _combine_kernel(
     part_split, part_row, part_head, part_lse_split, part_lse_head, part_rows, out_batch, out_row, out_head,
     lse_batch, lse_head, splits, seqlen_q, total_q, heads_kv, batch_size, rows_upto,
     GROUP: tl.constexpr, DV: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, TILE_M, columns / WIDTH): one packed row each."""
     head_kv = tl.program_id(0) % heads_kv
-    slot = tl.program_id(0) // heads_kv
-    if starts is not None:
-        slot = tl.load(starts + slot)
-    seq = tl.load(index + slot * 2)
-    m = tl.load(index + slot * 2 + 1)
+    _, seq, m = tile_at(tl.program_id(0) // heads_kv, index, starts)
+    row0, length = sequence_rows(tl.maximum(seq, 0), cu_seqlens_q, batch_size, total_q, seqlen_q)
+    if PTX >= 90:  # launched while the splits still run; all programs wait, so that none of this ends before them
+        gdc_wait()
     if seq < 0:
         return
-    row0, length = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
     batch = seq * 0
     if cu_seqlens_q is None:
         row0 = row0 * 0
@@ -82,30 +83,28 @@ def _combine_kernel(
     part_lse += part_at + head.to(tl.int64) * part_lse_head
 
     top = tl.full([], float("-inf"), tl.float32)
-    if sinks is not None:
-        top = tl.load(sinks + head).to(tl.float32)
-    for s0 in range(0, splits, SPLITS):
-        s = s0 + tl.arange(0, SPLITS)
-        value = tl.load(part_lse + s.to(tl.int64) * part_lse_split, mask=s < splits, other=float("-inf"))
-        top = tl.maximum(top, tl.max(value, 0))
-    base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([], tl.float32)
     if sinks is not None:
-        total = tl.exp(tl.load(sinks + head).to(tl.float32) - base)
+        top = tl.load(sinks + head).to(tl.float32)
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
     acc = tl.zeros([WIDTH], tl.float32)
-    for s0 in range(0, splits, SPLITS):
+    for s0 in range(0, splits, SPLITS):  # as a rule one round
         s = s0 + tl.arange(0, SPLITS)
         value = tl.load(part_lse + s.to(tl.int64) * part_lse_split, mask=s < splits, other=float("-inf"))
-        weight = tl.exp(value - base)
-        total += tl.sum(weight, 0)
         wanted = (value > float("-inf"))[:, None] & (d < DV)[None, :]  # an empty split wrote no output
         x = tl.load(part + s.to(tl.int64)[:, None] * part_split + d[None, :], mask=wanted, other=0.0)
-        acc += tl.sum(x * weight[:, None], 0)
+        new_top = tl.maximum(top, tl.max(value, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp(value - base)
+        alpha = tl.exp(top - base)
+        total = total * alpha + tl.sum(weight, 0)
+        acc = acc * alpha + tl.sum(x * weight[:, None], 0)
+        top = new_top
     at = out + batch.to(tl.int64) * out_batch + row * out_row + head.to(tl.int64) * out_head
     tl.store(at + d, tl.where(total > 0, acc / total, 0.0).to(out.dtype.element_ty), mask=d < DV)
     if lse is not None:
         if tl.program_id(2) == 0:
-            value = tl.where(total > 0, base + tl.log(total), float("-inf"))
+            value = tl.where(total > 0, top + tl.log(total), float("-inf"))
             tl.store(lse + batch.to(tl.int64) * lse_batch + head.to(tl.int64) * lse_head + row, value)
 
 
@@ -119,6 +118,8 @@ def combine(
     float32 `[splits, Hq, batch_size * rows]`, -inf where a split had no keys (it then wrote no output).
     """
     heads_kv, width = out.shape[-2] // group, 64
+    at_once = 32 if part.shape[0] <= 32 else MAX_SPLITS
+    overlap = ptx(out.device) >= 90
     # Rows of no sequence may fill a tile, whatever the longest sequence is.
     rows = tile_m if batch.packed_q else min(tile_m, batch.max_seqlen_q * group)
     out_strides = (0, out.stride(0), out.stride(1)) if out.dim() == 3 else out.stride()[:3]
@@ -127,5 +128,6 @@ def combine(
         part, part_lse, out, lse, sinks, table.index, table.starts if by_sequence else None, batch.cu_seqlens_q,
         *part.stride()[:3], *part_lse.stride()[:2], part.shape[1] // batch.batch_size, *out_strides, *lse_strides,
         part.shape[0], batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
-        GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=32, num_warps=2,
+        GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=at_once, PTX=ptx(out.device),
+        num_warps=2 if at_once == 32 else 4, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip

@@ -13,17 +13,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..batch import FEW_ROWS
 from ..mask import UNLIMITED
 from ..plan import Options, Plan
 from . import decode
-from .bounds import sequence_rows
-from .config import Tile, architecture, choose_short_tile, choose_tile, resident_programs, split_head_dim
+from .bounds import sequence_rows, tile_at
+from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, resident_programs, split_head_dim
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_FLOAT8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
@@ -57,12 +59,16 @@ def _load(
                 + (keys[:, None] * row_stride + d[None, :])
             )
         else:
+            page_at = pages + key // PAGE
+            within = key % PAGE
+            if TILE_N % PAGE == 0:  # the same in every block: hoisted out of the loop
+                page_at = pages + n // PAGE + keys // PAGE
+                within = keys % PAGE
             if EDGE:
-                page = tl.load(pages + key // PAGE, mask=(key >= first) & (key < end), other=0)
+                page = tl.load(page_at, mask=(key >= first) & (key < end), other=0)
             else:
-                page = tl.load(pages + key // PAGE)
-            slot = page.to(tl.int64) * page_stride + (key % PAGE).to(tl.int64) * row_stride
-            at = x + slot[:, None] + d[None, :]
+                page = tl.load(page_at)
+            at = x + (within.to(tl.int64) * row_stride)[:, None] + d[None, :] + (page.to(tl.int64) * page_stride)[:, None]
         if EDGE:
             needed = (key >= first) & (key < end)
             if OFFSET + WIDTH > D:
@@ -76,16 +82,40 @@ def _load(
     return result
 
 
+@triton.constexpr_function
+def _take(byte, float8):
+    """PTX that turns byte 0 or 1 of two int16 into two fp16. (e5m2 is the upper half of an fp16.)"""
+    if float8 == tl.float8e5:
+        return f"prmt.b32 $0, $1, 0, {'0x3414' if byte else '0x2404'};"
+    pick = f"prmt.b32 both, $1, 0, {'0x4431' if byte else '0x4420'};"
+    return f"{{ .reg .b32 both; .reg .b16 low; {pick} cvt.u16.u32 low, both; cvt.rn.f16x2.e4m3x2 $0, low; }}"
+
+
+@triton.jit
+def _byte(pairs, BYTE: tl.constexpr, FLOAT8: tl.constexpr, PTX: tl.constexpr):
+    """One float8 of every int16 pair, as fp16, in a layout that tensor cores take: `ldmatrix` transposes no single bytes.
+
+    So the even columns of V fill the head of the output's columns, the odd ones its tail.
+    """
+    if PTX > 0:
+        half = tl.inline_asm_elementwise(_take(BYTE, FLOAT8), "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        half = (pairs >> (8 * BYTE)).to(tl.int8).to(FLOAT8, bitcast=True).to(tl.float16)
+    return half
+
+
 @triton.jit
 def _walk(
     acc, acc_tail, total, top, q, q_tail, lo, hi, begin, stop, first, end,
     k, v, k_row, k_col, v_row, v_col, pages, k_page_stride, k_stride, v_page_stride, v_stride, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr,
+    PTX: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One run of key blocks `begin..stop`: online softmax in base 2."""
+    """One run of key blocks `begin..stop`: online softmax in base 2. Float8 values come in pairs; see `_byte`."""
     keys = tl.arange(0, TILE_N)
+    V_COLUMNS: tl.constexpr = DV if FLOAT8 is None else DV // 2
     for block in tl.range(begin, stop):
         n = block * TILE_N
         kt = _load(
@@ -120,18 +150,22 @@ def _walk(
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         vt = _load(
-            v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride, DV, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE
+            v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
+            V_COLUMNS, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE,
         )
         if TMA and EDGE:  # TMA loads whole blocks; 0 * NaN from a slot that no row needs would be NaN
             needed = (n + keys >= first) & (n + keys < end)
-            vt = tl.where(needed[:, None], vt, 0.0)
+            vt = tl.where(needed[:, None], vt, 0)
         p = p.to(q.dtype)
-        acc = _dot(p, vt.to(q.dtype), acc, PRECISION)
+        acc = _dot(p, vt.to(q.dtype) if FLOAT8 is None else _byte(vt, 0, FLOAT8, PTX), acc, PRECISION)
         if V_TAIL > 0:
             acc_tail = acc_tail * alpha[:, None]
-            vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
-                       DV, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
-            acc_tail = _dot(p, vt.to(q.dtype), acc_tail, PRECISION)
+            if FLOAT8 is None:
+                vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
+                           V_COLUMNS, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE).to(q.dtype)  # fmt: skip
+            else:
+                vt = _byte(vt, 1, FLOAT8, PTX)
+            acc_tail = _dot(p, vt, acc_tail, PRECISION)
     return acc, acc_tail, total, top
 
 
@@ -148,7 +182,8 @@ def _forward_kernel(
     seqlen_q, total_q, heads_kv, batch_size, capacity, rows_above, rows_upto, part_rows, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, KEYS8: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, FLOAT8: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, splits). With SPLIT, split s covers its share of the tile's key blocks and writes a
     partial result to `out + s * out_split` and `lse + s * lse_split`, where each sequence has `part_rows` rows; see
@@ -156,10 +191,9 @@ def _forward_kernel(
     # Heads vary fastest and tiles run backwards: on causal masks the longest tiles start first.
     head_kv = tl.program_id(0) % heads_kv
     slot = tl.num_programs(0) // heads_kv - 1 - tl.program_id(0) // heads_kv
-    if starts is not None:  # one tile per sequence
-        slot = tl.load(starts + slot)
-    seq = tl.load(index + slot * 2)
-    m = tl.load(index + slot * 2 + 1)
+    slot, seq, m = tile_at(slot, index, starts)
+    if SPLIT and PTX >= 90:  # `combine` may be launched
+        gdc_launch_dependents()
     if seq < 0:
         return
 
@@ -257,7 +291,7 @@ def _forward_kernel(
         d = K_HEAD + tl.arange(0, K_TAIL)
         qt = tl.load(at + d[None, :], mask=exists[:, None] & (d[None, :] < D), other=0.0)
 
-    if KEYS8:  # float8 becomes fp16 in one instruction, bf16 in three
+    if FLOAT8 is not None:  # float8 becomes fp16 in one instruction, bf16 in three
         qh = qh.to(tl.float16)
         qt = qt.to(tl.float16)
 
@@ -268,15 +302,15 @@ def _forward_kernel(
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b0, b1, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, True)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, FLOAT8, PTX, True)  # fmt: skip
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b1, b2, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, False)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, FLOAT8, PTX, False)  # fmt: skip
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b2, b3, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, True)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, FLOAT8, PTX, True)  # fmt: skip
 
     if sinks is not None:  # one more logit in the denominator, without a value
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
@@ -294,12 +328,12 @@ def _forward_kernel(
         value = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse + lse_row + head.to(tl.int64) * lse_head + i, value, mask=exists)
     at = out + i[:, None].to(tl.int64) * out_row + head[:, None].to(tl.int64) * out_head
-    d = tl.arange(0, V_HEAD)
+    d = tl.arange(0, V_HEAD) if FLOAT8 is None else 2 * tl.arange(0, V_HEAD)
     tl.store(
         at + d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV)
     )
     if V_TAIL > 0:
-        d = V_HEAD + tl.arange(0, V_TAIL)
+        d = V_HEAD + tl.arange(0, V_TAIL) if FLOAT8 is None else 2 * tl.arange(0, V_TAIL) + 1
         tl.store(
             at + d[None, :],
             (acc_tail * inverse[:, None]).to(out.dtype.element_ty),
@@ -369,6 +403,10 @@ def _launch(
     # Triton 3.6 miscompiles the second block of a head (wrong rows, wild reads) where loads cannot be vectorised.
     whole = not (_vectorises(k) and _vectorises(v))
     k_split, v_split = split_head_dim(head_dim, whole), split_head_dim(head_dim_v, whole)
+    float8 = _FLOAT8.get(k.dtype)
+    if float8 is not None:  # v's even and odd columns
+        v = v.view(torch.int16)
+        v_split = (max(16, split_head_dim(head_dim_v, True)[0] // 2),) * 2
     packed_k = batch.cu_seqlens_k is not None
     page = k.shape[1] if page_table is not None else 0
     capacity = 0  # packed keys: each sequence's own length, read on the device
@@ -376,7 +414,7 @@ def _launch(
         capacity = page_table.shape[1] * page if page_table is not None else k.shape[-3]
 
     k_in, v_in, k_rows, v_rows = k, v, (0, 0, 0), (0, 0, 0)
-    tma = tile.tma and page == 0 and k.numel() > 0 and k_split == (head_dim, 0) and v_split == (head_dim_v, 0)
+    tma = tile.tma and float8 is None and page == 0 and k.numel() > 0 and k_split == (head_dim, 0) and v_split == (head_dim_v, 0)
     if tma:
         k_view, v_view = _matrix(k), _matrix(v)
         if k_view is None or v_view is None:
@@ -394,7 +432,7 @@ def _launch(
         part_lse = torch.empty(shape[0], shape[2], shape[1], dtype=torch.float32, device=q.device)
         to, lse_to, out_split, lse_split = part[0], part_lse[0], part.stride(0), part_lse.stride(0)
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
-    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and k.element_size() != 1:
+    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and float8 is None:
         precision = "interpreted bf16"
 
     _forward_kernel[(tiles * heads_kv, splits)](
@@ -408,7 +446,8 @@ def _launch(
         options.scale * LOG2E.value, 1.0 if options.softcap is None else options.softcap,
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
         TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=tma,
-        PRECISION=precision, SPLIT=splits > 1, KEYS8=k.element_size() == 1, num_warps=tile.warps, num_stages=tile.stages,
+        PRECISION=precision, SPLIT=splits > 1, FLOAT8=float8, PTX=ptx(q.device),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         decode.combine(
