@@ -68,7 +68,8 @@ def _load(
                 page = tl.load(page_at, mask=(key >= first) & (key < end), other=0)
             else:
                 page = tl.load(page_at)
-            at = x + (within.to(tl.int64) * row_stride)[:, None] + d[None, :] + (page.to(tl.int64) * page_stride)[:, None]
+            at = x + (within.to(tl.int64) * row_stride)[:, None] + d[None, :]
+            at += (page.to(tl.int64) * page_stride)[:, None]
         if EDGE:
             needed = (key >= first) & (key < end)
             if OFFSET + WIDTH > D:
@@ -149,10 +150,8 @@ def _walk(
         top = new_top
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        vt = _load(
-            v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
-            V_COLUMNS, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE,
-        )
+        vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
+                   V_COLUMNS, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
         if TMA and EDGE:  # TMA loads whole blocks; 0 * NaN from a slot that no row needs would be NaN
             needed = (n + keys >= first) & (n + keys < end)
             vt = tl.where(needed[:, None], vt, 0)
@@ -414,7 +413,7 @@ def _launch(
         capacity = page_table.shape[1] * page if page_table is not None else k.shape[-3]
 
     k_in, v_in, k_rows, v_rows = k, v, (0, 0, 0), (0, 0, 0)
-    tma = tile.tma and float8 is None and page == 0 and k.numel() > 0 and k_split == (head_dim, 0) and v_split == (head_dim_v, 0)
+    tma = tile.tma and page == 0 and k.numel() > 0 and (k_split, v_split) == ((head_dim, 0), (head_dim_v, 0))
     if tma:
         k_view, v_view = _matrix(k), _matrix(v)
         if k_view is None or v_view is None:
