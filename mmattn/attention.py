@@ -293,7 +293,7 @@ def _check(
         device_type=device.type, capability=_capability(device), dtype=dtype, kv_dtype=kv_dtype,
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
-        page_size=k_shape[1] if paged else None, alignment=_alignment(q, k, v, out),
+        page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
         split_kv=wants_split(batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)),
         softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
@@ -317,12 +317,6 @@ def _kv_scale(name: str, x: Any, batch_size: int, heads_kv: int, device: torch.d
     return view
 
 
-def _alignment(*tensors: Tensor | None) -> int:
-    bits = 16
-    for x in tensors:
-        if x is not None:
-            size = x.element_size()
-            bits |= x.data_ptr()
-            for stride in x.stride()[:-1]:
-                bits |= stride * size
-    return bits & -bits
+def _aligned(x: Tensor) -> bool:
+    size = x.element_size()
+    return x.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in x.stride()[:-1])

@@ -417,8 +417,8 @@ class Call:
     packed_k: bool
     page_size: int | None
     """None when k is not paged."""
-    alignment: int
-    """Bytes, a power of two up to 16, at whose multiples every row of q, k, v and out starts."""
+    aligned: bool
+    """Whether q, k, v and out start at multiples of 16 bytes and all their strides are such multiples."""
     split_kv: bool
     """Whether the rows are too few to fill a GPU unless the keys are split (see `wants_split`)."""
     softcap: bool

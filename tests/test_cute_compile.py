@@ -196,7 +196,7 @@ def ints(*values: int) -> torch.Tensor:
 def hopper(**changes: Any) -> Call:
     plain: dict[str, Any] = dict(
         device_type="cuda", capability=(9, 0), dtype=BF16, kv_dtype=BF16, heads_q=8, heads_kv=2,
-        head_dim=128, head_dim_v=128, packed_q=True, packed_k=True, page_size=None, alignment=16,
+        head_dim=128, head_dim_v=128, packed_q=True, packed_k=True, page_size=None, aligned=True,
     )  # fmt: skip
     off = {field.name: False for field in fields(Call) if field.name not in plain}
     return Call(**{**plain, **off, **changes})

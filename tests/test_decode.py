@@ -406,29 +406,32 @@ def scales(form: str, b: int, heads: int, device: torch.device) -> tuple[Tensor 
 
 
 @pytest.mark.parametrize(
-    ("backend", "count", "rows", "form", "dtype", "kv_dtype"),
+    ("backend", "count", "rows", "form", "dtype", "kv_dtype", "dims"),
     [
-        *(("triton", 7, 4, form, torch.bfloat16, FLOAT8[0]) for form in ("number", "one element", "per head", "per sequence")),
-        *((backend, n, 4, "both", dtype, kv_dtype) for backend, n in (("triton", 3), ("torch", None))
+        *(("triton", 7, 4, form, torch.bfloat16, FLOAT8[0], (64, 64))
+          for form in ("number", "one element", "per head", "per sequence")),
+        *((backend, n, 4, "both", dtype, kv_dtype, (64, 64)) for backend, n in (("triton", 3), ("triton", None), ("torch", None))
           for dtype in (torch.float16, torch.bfloat16) for kv_dtype in FLOAT8),
-        ("triton", None, 70, "both", torch.bfloat16, FLOAT8[1]),
+        *(("triton", n, rows, "both", torch.bfloat16, FLOAT8[0], dims) for n, rows in ((3, 4), (None, 4), (None, 70))
+          for dims in ((192, 128), (128, 96), (72, 40))),
+        ("triton", None, 70, "both", torch.bfloat16, FLOAT8[1], (64, 64)),
     ],
     ids=lambda x: str(x).removeprefix("torch."),
 )  # fmt: skip
 def test_float8(
     backend: str, count: int | None, rows: int, form: str, dtype: torch.dtype, kv_dtype: torch.dtype,
-    device: torch.device,
+    dims: tuple[int, int], device: torch.device,
 ) -> None:  # fmt: skip
     """Against the oracle on dequantised values.
 
     Both float8 types are exact in fp16, in which the kernel multiplies, and so are these bf16 queries: the budget is
     that of fp16 arithmetic, plus one rounding step of a bf16 output (two in the interpreter, which cuts).
     """
-    b, heads_kv, d, page = 3, 2, 64, 16
+    b, heads_kv, page = 3, 2, 16
     lens = [260, 45, 160]
     random = torch.Generator().manual_seed(5)
-    q = torch.randn(b, rows, 2 * heads_kv, d, generator=random).to(dtype).to(device)
-    k, v = ((torch.randn(b, 272, heads_kv, d, generator=random) * 3).to(kv_dtype).to(device) for _ in range(2))
+    q = torch.randn(b, rows, 2 * heads_kv, dims[0], generator=random).to(dtype).to(device)
+    k, v = ((torch.randn(b, 272, heads_kv, d, generator=random) * 3).to(kv_dtype).to(device) for d in dims)
     for i, n in enumerate(lens):
         for x in (k, v):
             x[i, n:] = float("nan")
@@ -447,8 +450,8 @@ def test_float8(
     order = torch.randperm(b * 17, generator=random)
     pages = []
     for x in (k, v):
-        pool = torch.empty(b * 17, page, heads_kv, d, dtype=kv_dtype, device=device)
-        pool[order.to(device)] = x.reshape(b * 17, page, heads_kv, d)
+        pool = torch.empty(b * 17, page, *x.shape[2:], dtype=kv_dtype, device=device)
+        pool[order.to(device)] = x.reshape(b * 17, page, *x.shape[2:])
         pages.append(pool)
     args["page_table"] = order.reshape(b, 17).to(torch.int32).to(device)
     call: dict[str, Any] = dict(sinks=sinks, k_scale=k_given, v_scale=v_given, num_splits=count, **args)

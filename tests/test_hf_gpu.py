@@ -98,7 +98,8 @@ def test_vision(case: VisionModel, kernels: str) -> None:
 def test_generate_compiles_itself_with_a_static_cache(name: str) -> None:
     """transformers compiles the decoding steps on a GPU: they must give the same logits, up to how it fuses the rest.
 
-    Of each row the steps count up to the first token that differs, which a near tie may cause.
+    Of each row the steps count up to the first token that differs, which a near tie may cause. Measured in bfloat16: 2 %
+    of the logits, as rounding gives; a mask that is wrong changes them by half.
     """
     mmattn.hf.register()
     model: Any = next(m for m in TEXT_MODELS if m.name == name).build(gpu_sizes=True).cuda().to(torch.bfloat16)
@@ -112,4 +113,4 @@ def test_generate_compiles_itself_with_a_static_cache(name: str) -> None:
     same_prefix = torch.cat([torch.ones_like(agree[:, :1]), agree[:, :-1]], 1).bool()
     assert same_prefix[:, 1].all(), "the prefill, which is not compiled, differs"
     error = (got - want)[same_prefix].square().mean().sqrt() / want[same_prefix].square().mean().sqrt()
-    assert error <= 2**-6, f"logits of compiled steps are off by {error:.1e}"
+    assert error <= 2**-5, f"logits of compiled steps are off by {error:.1e}"

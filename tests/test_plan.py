@@ -190,7 +190,7 @@ def test_a_plan_is_made_once(device: torch.device) -> None:
 
 def test_one_plan_for_caches_of_different_layers(backend: str, device: torch.device) -> None:
     """page_table may come with the plan or with the call."""
-    q, pages = (torch.randn(*shape, device=device).half() for shape in ((5, 2, 32), (4, 16, 1, 32)))
+    q, pages = (torch.randn(*shape, device=device).half() for shape in ((5, 2, 64), (4, 16, 1, 64)))
     lens = guarded([40], device)
     first, second = (torch.tensor([table], dtype=torch.int32, device=device) for table in ([0, 1, 2], [3, 0, 1]))
     args = dict(cu_seqlens_q=guarded([0, 5], device), seqused_k=lens, max_seqlen_q=128)

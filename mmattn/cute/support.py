@@ -74,7 +74,7 @@ def why_not(call: Call) -> list[str]:
     if call.num_splits:
         reasons.append("num_splits is not supported; use the triton backend")
     reasons += _head_dim_reasons(call, hopper)
-    if call.alignment < 16:
+    if not call.aligned:
         reasons.append(
             "q, k, v or out does not start at a multiple of 16 bytes, or has a stride that is not such a multiple; "
             "pass contiguous tensors"

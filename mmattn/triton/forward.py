@@ -93,15 +93,15 @@ def _take(byte, float8):
 
 
 @triton.jit
-def _byte(pairs, BYTE: tl.constexpr, FLOAT8: tl.constexpr, PTX: tl.constexpr):
+def _byte(pairs, BYTE: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
     """One float8 of every int16 pair, as fp16, in a layout that tensor cores take: `ldmatrix` transposes no single bytes.
 
-    So the even columns of V fill the head of the output's columns, the odd ones its tail.
+    So the even columns of V fill the head of the output's columns, the odd ones its tail. `PAIRS` is the float8 type.
     """
     if PTX > 0:
-        half = tl.inline_asm_elementwise(_take(BYTE, FLOAT8), "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
+        half = tl.inline_asm_elementwise(_take(BYTE, PAIRS), "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        half = (pairs >> (8 * BYTE)).to(tl.int8).to(FLOAT8, bitcast=True).to(tl.float16)
+        half = (pairs >> (8 * BYTE)).to(tl.int8).to(PAIRS, bitcast=True).to(tl.float16)
     return half
 
 
@@ -111,12 +111,12 @@ def _walk(
     k, v, k_row, k_col, v_row, v_col, pages, k_page_stride, k_stride, v_page_stride, v_stride, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
-    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, FLOAT8: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
     PTX: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """One run of key blocks `begin..stop`: online softmax in base 2. Float8 values come in pairs; see `_byte`."""
+    """One run of key blocks `begin..stop`: online softmax in base 2. V may come in float8 pairs; see `_byte`."""
     keys = tl.arange(0, TILE_N)
-    V_COLUMNS: tl.constexpr = DV if FLOAT8 is None else DV // 2
+    V_COLUMNS: tl.constexpr = DV if PAIRS is None else DV // 2
     for block in tl.range(begin, stop):
         n = block * TILE_N
         kt = _load(
@@ -156,14 +156,14 @@ def _walk(
             needed = (n + keys >= first) & (n + keys < end)
             vt = tl.where(needed[:, None], vt, 0)
         p = p.to(q.dtype)
-        acc = _dot(p, vt.to(q.dtype) if FLOAT8 is None else _byte(vt, 0, FLOAT8, PTX), acc, PRECISION)
+        acc = _dot(p, vt.to(q.dtype) if PAIRS is None else _byte(vt, 0, PAIRS, PTX), acc, PRECISION)
         if V_TAIL > 0:
             acc_tail = acc_tail * alpha[:, None]
-            if FLOAT8 is None:
+            if PAIRS is None:
                 vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
                            V_COLUMNS, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE).to(q.dtype)  # fmt: skip
             else:
-                vt = _byte(vt, 1, FLOAT8, PTX)
+                vt = _byte(vt, 1, PAIRS, PTX)
             acc_tail = _dot(p, vt, acc_tail, PRECISION)
     return acc, acc_tail, total, top
 
@@ -181,8 +181,8 @@ def _forward_kernel(
     seqlen_q, total_q, heads_kv, batch_size, capacity, rows_above, rows_upto, part_rows, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, FLOAT8: tl.constexpr,
-    PTX: tl.constexpr,
+    PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, KEYS8: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, splits). With SPLIT, split s covers its share of the tile's key blocks and writes a
     partial result to `out + s * out_split` and `lse + s * lse_split`, where each sequence has `part_rows` rows; see
@@ -290,7 +290,7 @@ def _forward_kernel(
         d = K_HEAD + tl.arange(0, K_TAIL)
         qt = tl.load(at + d[None, :], mask=exists[:, None] & (d[None, :] < D), other=0.0)
 
-    if FLOAT8 is not None:  # float8 becomes fp16 in one instruction, bf16 in three
+    if KEYS8:  # float8 becomes fp16 in one instruction, bf16 in three
         qh = qh.to(tl.float16)
         qt = qt.to(tl.float16)
 
@@ -301,15 +301,15 @@ def _forward_kernel(
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b0, b1, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, FLOAT8, PTX, True)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True)  # fmt: skip
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b1, b2, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, FLOAT8, PTX, False)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, False)  # fmt: skip
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b2, b3, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, FLOAT8, PTX, True)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True)  # fmt: skip
 
     if sinks is not None:  # one more logit in the denominator, without a value
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
@@ -327,12 +327,12 @@ def _forward_kernel(
         value = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse + lse_row + head.to(tl.int64) * lse_head + i, value, mask=exists)
     at = out + i[:, None].to(tl.int64) * out_row + head[:, None].to(tl.int64) * out_head
-    d = tl.arange(0, V_HEAD) if FLOAT8 is None else 2 * tl.arange(0, V_HEAD)
+    d = tl.arange(0, V_HEAD) if PAIRS is None else 2 * tl.arange(0, V_HEAD)
     tl.store(
         at + d[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=exists[:, None] & (d[None, :] < DV)
     )
     if V_TAIL > 0:
-        d = V_HEAD + tl.arange(0, V_TAIL) if FLOAT8 is None else 2 * tl.arange(0, V_TAIL) + 1
+        d = V_HEAD + tl.arange(0, V_TAIL) if PAIRS is None else 2 * tl.arange(0, V_TAIL) + 1
         tl.store(
             at + d[None, :],
             (acc_tail * inverse[:, None]).to(out.dtype.element_ty),
@@ -399,11 +399,13 @@ def _launch(
     table = plan.tiles(tile.tile_m, group, tile.tile_n)
     by_sequence = rows_upto <= tile.tile_m
     tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
-    # Triton 3.6 miscompiles the second block of a head (wrong rows, wild reads) where loads cannot be vectorised.
-    whole = not (_vectorises(k) and _vectorises(v))
+    # Triton 3.6 miscompiles two products with one row block (wrong rows, wild reads) where their operands pass through
+    # registers: loads that cannot be vectorised, and float8 in tiles that fill Hopper's matrix instruction.
+    keys8, vectorises = k.element_size() == 1, _vectorises(k) and _vectorises(v)
+    whole = not vectorises or (keys8 and tile.tile_m >= 64)
     k_split, v_split = split_head_dim(head_dim, whole), split_head_dim(head_dim_v, whole)
-    float8 = _FLOAT8.get(k.dtype)
-    if float8 is not None:  # v's even and odd columns
+    pairs = _FLOAT8[k.dtype] if keys8 and not whole else None
+    if pairs is not None:  # v's even and odd columns
         v = v.view(torch.int16)
         v_split = (max(16, split_head_dim(head_dim_v, True)[0] // 2),) * 2
     packed_k = batch.cu_seqlens_k is not None
@@ -431,7 +433,7 @@ def _launch(
         part_lse = torch.empty(shape[0], shape[2], shape[1], dtype=torch.float32, device=q.device)
         to, lse_to, out_split, lse_split = part[0], part_lse[0], part.stride(0), part_lse.stride(0)
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
-    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and float8 is None:
+    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and not keys8:
         precision = "interpreted bf16"
 
     _forward_kernel[(tiles * heads_kv, splits)](
@@ -445,7 +447,7 @@ def _launch(
         options.scale * LOG2E.value, 1.0 if options.softcap is None else options.softcap,
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
         TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=tma,
-        PRECISION=precision, SPLIT=splits > 1, FLOAT8=float8, PTX=ptx(q.device),
+        PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(q.device),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:

@@ -56,8 +56,6 @@ def why_not(call: Call) -> list[str]:
         reasons.append("bfloat16 needs compute capability 8.0")
     if call.kv_dtype is not call.dtype and call.capability is not None and call.capability < (8, 9):
         reasons.append("float8 keys and values need compute capability 8.9")
-    if call.kv_dtype is not call.dtype and (call.alignment < 2 or call.head_dim_v % 2):
-        reasons.append("float8 v is read in pairs: its head dim, its address and its strides must be even")
     if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"head dims {call.head_dim}/{call.head_dim_v} exceed {MAX_HEAD_DIM}")
     if call.grad:
