@@ -7,10 +7,11 @@ from functools import lru_cache
 import pytest
 import torch
 
-from mmattn import attention, supported
+from mmattn import attention, dispatch, supported
+from mmattn.cute import support as cute_support
 
 from .budget import Expected, assert_close, expect
-from .cases import CASES, Case, Inputs, build
+from .cases import BY_NAME, CASES, Case, Inputs, build
 from .conftest import BACKENDS
 from .probes import MANY_ROWS
 
@@ -55,3 +56,22 @@ def test_parity(case: Case, backend: str, device: torch.device) -> None:
 @pytest.mark.parametrize("case", [case.grown() for case in CASES if case.lens], ids=lambda case: case.name)
 def test_parity_large(case: Case, backend: str, device: torch.device) -> None:
     run_case(case, backend, device)
+
+
+PUBLIC = [
+    f"{layout}-{feature}"
+    for layout in ("packed", "batched")
+    for feature in ("full", "window", "symmetric", "chunked-lookback", "spans-clamped", "mixed-causality")
+] + ["softcap-packed", "sinks-packed", "dims-192-128-packed", "dims-256-256-packed", "group-3", "rows-past-end-packed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PUBLIC)
+def test_parity_of_the_public_interface(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4's own interface (`cute/fa4.py`), which runs everywhere but on SM90 with the pinned release."""
+    monkeypatch.setattr(cute_support, "module", lambda call: cute_support.PUBLIC_API)
+    dispatch.choose.cache_clear()
+    try:
+        run_case(BY_NAME[name].grown(), "cute", device)
+    finally:
+        dispatch.choose.cache_clear()
