@@ -84,7 +84,7 @@ def attention(
         UnsupportedError: no backend can run the call; lists each with every reason.
     """
     batch = _resolve(q, k, mask, batch_args)
-    call, options = _check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
+    call, options = _check(q, k, v, mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
     run = dispatch.choose(call, backend)
     the_plan = mask if isinstance(mask, Plan) else Plan(mask, batch, dispatch.lowering(q.device.type))
     page_table = batch.page_table
@@ -133,7 +133,7 @@ def supported(
     Takes the arguments of `attention()` and raises `ValueError` where no backend could make sense of them.
     """
     batch = _resolve(q, k, mask, batch_args)
-    return dispatch.reasons(_check(q, k, v, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0])
+    return dispatch.reasons(_check(q, k, v, mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0])
 
 
 def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -197,8 +197,9 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float | None, softcap: float | None, sinks: Tensor | None,
-    k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None, out: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Plan, batch: Batch, scale: float | None, softcap: float | None,
+    sinks: Tensor | None, k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None,
+    out: Tensor | None,
 ) -> tuple[Call, Options]:  # fmt: skip
     """Checks every tensor against the batch, on the host; returns the call's static facts and its options."""
     dtype, kv_dtype, device = q.dtype, k.dtype, q.device
@@ -294,7 +295,9 @@ def _check(
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
         page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
-        split_kv=wants_split(batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)),
+        split_kv=wants_split(
+            mask if isinstance(mask, Mask) else mask.mask, batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)
+        ),
         softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .mask import Mask, MaskError
+from .mask import UNLIMITED, Mask, MaskError
 
+BRIEF_REACH = 4096
+"""Few rows that see no more keys than this are quickly done."""
 FEW_ROWS = 64
 """Up to this many rows per sequence a call counts as decoding, or verifying drafts, and its keys may be split."""
 
@@ -389,15 +391,25 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def wants_split(batch: Batch, group: int, heads_kv: int, head_dim: int) -> bool:
+def row_reach(mask: Mask, batch: Batch) -> int:
+    """An upper bound, from host facts alone, on the keys that one row sees."""
+    if batch.spans is not None or batch.query_spans is not None:
+        return UNLIMITED
+    left, right, chunk_size, chunk_back, _ = mask.limits
+    reach = left + (0 if mask.causal and batch.causal is None else right) + 1
+    return min(reach, chunk_size + chunk_back if chunk_size else UNLIMITED, UNLIMITED)
+
+
+def wants_split(mask: Mask, batch: Batch, group: int, heads_kv: int, head_dim: int) -> bool:
     """Whether a kernel that gives every tall tile of query rows to one multiprocessor would waste most of a GPU.
 
-    By host sizes alone: few rows per sequence, and either too few of them to fill such a tile or too few tiles in all.
-    On an H200 64 packed rows of head dim 128 are faster on the split path however many tiles there are (bench case W8).
+    By host facts alone: few rows per sequence, and either too few of them to fill such a tile, or too few tiles in all,
+    or, on an H200 up to 64 packed rows of head dim 128, so few keys to read that starting costs most (bench case W8b).
     """
     rows = batch.max_seqlen_q * group
     tiles = batch.batch_size * heads_kv * -(-rows // 128)
-    return batch.max_seqlen_q <= FEW_ROWS and (rows <= (64 if head_dim <= 128 else 31) or tiles < 128)
+    brief = rows <= 64 and head_dim <= 128 and row_reach(mask, batch) <= BRIEF_REACH
+    return batch.max_seqlen_q <= FEW_ROWS and (rows < 32 or tiles < 128 or brief)
 
 
 @dataclass(frozen=True)

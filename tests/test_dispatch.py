@@ -14,7 +14,7 @@ import torch
 
 import mmattn
 from mmattn import Mask, UnsupportedError, attention, dispatch, merge_states, reference, supported
-from mmattn.batch import Call
+from mmattn.batch import Batch, Call, wants_split
 from mmattn.cute import support as cute_support
 from mmattn.torch_backend import why_not as torch_why_not
 from mmattn.triton import support as triton_support
@@ -102,6 +102,33 @@ def test_cute_reasons(changes: dict, words: str, fa4: Any) -> None:
 def test_torch_reasons(changes: dict, words: str) -> None:
     reasons = torch_why_not(hopper(**changes))
     assert len(reasons) == 1 and words in reasons[0]
+
+
+BLOCK = dict(rows=16, sequences=32, group=4, mask=Mask.sliding_window(2048, causal=False))
+"""A block of drafts behind a long context: 64 packed rows in each of 256 tiles."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "split"),
+    [
+        (dict(), True),
+        (dict(mask=Mask.full()), False),  # long to read: FlashAttention-4's pipeline is the better one
+        (dict(mask=Mask.chunked(2048)), True),
+        (dict(mask=Mask.chunked(4096, 1)), False),
+        (dict(head_dim=256), False),
+        (dict(rows=17), False),
+        (dict(spans=True), False),
+        (dict(mask=Mask.full(), rows=7), True),  # 28 packed rows
+        (dict(mask=Mask.full(), sequences=15), True),  # 120 tiles
+        (dict(mask=Mask.full(), rows=65, group=1, sequences=1), False),
+    ],
+)
+def test_which_calls_want_split_kv(changes: dict[str, Any], split: bool) -> None:
+    case: dict[str, Any] = {**BLOCK, "head_dim": 128, "spans": False, **changes}
+    n, rows = case["sequences"], case["rows"]
+    spans = torch.zeros(n, 1, 2, dtype=torch.int32) if case["spans"] else None
+    batch = Batch.build(q_shape=(n, rows, 32, 128), k_shape=(n, 40000, 8, 128), mm_prefix_range=spans)
+    assert wants_split(case["mask"], batch, case["group"], 8, case["head_dim"]) is split
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from mmattn.reference import visible_pairs
 from .cases import CASES, Case, build, guarded
 
 LOWERING_CASES = [
-    c for c in CASES if c.dims == (32, 32) and c.heads == (4, 2) and c.dtype == torch.float16 and c.sinks is c.softcap is None
+    c for c in CASES if c.dims in ((32, 32), (64, 64)) and c.heads == (4, 2) and c.dtype == torch.float16 and c.sinks is c.softcap is None
 ]  # fmt: skip
 TILES = ((16, 1, 16), (64, 2, 32), (32, 3, 16), (16, 5, 64), (128, 12, 48))
 """(packed rows, group, keys): groups that divide the rows of a tile and groups that do not."""

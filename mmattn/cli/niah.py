@@ -35,6 +35,14 @@ _GPU = Defaults(16384, 1024, 32, 16, 256, (0, 8192, 2000, 512))
 """Heads, head dim and window of the sliding layers of Gemma 4 31B."""
 
 
+TORCH_LONGEST = 16384
+"""Tokens up to which the torch backend, which has no fused kernel, is among the default backends of a GPU."""
+
+
+def _too_long(backend: str, length: int, device: torch.device) -> bool:
+    return backend == "torch" and length > TORCH_LONGEST and device.type != "cpu"
+
+
 @dataclass(frozen=True)
 class LayerKind:
     name: str
@@ -245,7 +253,7 @@ def niah(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
-    names = [name for name in BACKEND_NAMES if not backends or name in backends]
+    names = [name for name in BACKEND_NAMES if name in backends or not (backends or _too_long(name, length, place))]
     kinds = layer_kinds(window)
     click.echo(
         f"{length} tokens, {len(hay.spans)} images, window {window}, heads {heads}/{kv_heads} x {head_dim}, "
@@ -271,6 +279,8 @@ def niah(
             table.add_section()
     console.print(table)
     ran.report()
+    if not backends and _too_long("torch", length, place):
+        click.echo(f"not run: torch: slow at more than {TORCH_LONGEST} tokens (--backend torch runs it)")
     _report(wrong, fault)
     if wrong:
         sys.exit(1)

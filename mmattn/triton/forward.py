@@ -16,8 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..batch import FEW_ROWS
-from ..mask import UNLIMITED
+from ..batch import FEW_ROWS, row_reach
 from ..plan import Options, Plan
 from . import decode
 from .bounds import sequence_rows, tile_at
@@ -376,7 +375,7 @@ def forward(
     few = rows <= few_rows
     mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
     keys = _key_bound(k, plan, page_table)
-    long_tile, short_tile, resident = tiles(rows, rows if few else group, _window(plan))
+    long_tile, short_tile, resident = tiles(rows, rows if few else group, row_reach(plan.mask, batch))
     if few:
         programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
         launch(short_tile, decode.choose_splits(q.device, programs, resident, keys))
@@ -456,16 +455,8 @@ def _launch(
         )
 
 
-def _window(plan: Plan) -> int:
-    """An upper bound, from the mask alone, on the keys that one row sees."""
-    if plan.batch.spans is not None or plan.batch.query_spans is not None:
-        return UNLIMITED
-    left, right, *_ = plan.mask.limits
-    return min(left + (0 if plan.mask.causal and plan.batch.causal is None else right) + 1, UNLIMITED)
-
-
 def _key_bound(k: Tensor, plan: Plan, page_table: Tensor | None) -> int:
-    """An upper bound, from host sizes, on the keys that one tile of few rows walks."""
+    """How many keys one tile of few rows walks, from host facts: a bound, but where a tile holds rows of two chunks."""
     batch = plan.batch
     if page_table is not None:
         keys = page_table.shape[1] * k.shape[1]
@@ -473,7 +464,7 @@ def _key_bound(k: Tensor, plan: Plan, page_table: Tensor | None) -> int:
         keys = k.shape[-3] if batch.cu_seqlens_k is None else k.shape[0]
     if batch.max_seqlen_k is not None:
         keys = min(keys, batch.max_seqlen_k)
-    return min(keys, _window(plan) + batch.max_seqlen_q - 1)
+    return min(keys, row_reach(plan.mask, batch) + batch.max_seqlen_q - 1)
 
 
 @lru_cache(maxsize=4096)
