@@ -35,33 +35,32 @@ COLOURS = {
 }
 
 
-def best(rows: dict[Key, Row], case: str) -> Row | None:
-    """The fastest row of mmattn in a case."""
-    ours = [row for (name, provider), row in rows.items() if name == case and provider.startswith(OURS) and "ms" in row]
-    return min(ours, key=lambda row: row["ms"], default=None)
+def ours_ms(rows: dict[Key, Row], case: str) -> float | None:
+    """Time of the backend that mmattn chose by itself."""
+    return rows.get((case, OURS), {}).get("ms")
 
 
 def speedups(rows: dict[Key, Row]) -> dict[str, dict[str, float]]:
-    """Case -> peer -> its time over that of the fastest mmattn backend, for peers that compute the same mask."""
+    """Case -> peer -> its time over that of mmattn, for peers that compute the same mask; cases with a floor too."""
     table: dict[str, dict[str, float]] = {}
     for case in names():
-        ours = best(rows, case)
+        ours = ours_ms(rows, case)
         if ours is None:
             continue
         peers = {
-            provider: row["ms"] / ours["ms"]
+            provider: row["ms"] / ours
             for (name, provider), row in rows.items()
             if name == case and not provider.startswith(OURS) and "ms" in row and row.get("mask", "case") == "case"
         }
-        if peers:
+        if peers or _floor(rows, case) is not None:
             table[case] = peers
     return table
 
 
 def _floor(rows: dict[Key, Row], case: str) -> float | None:
     """Time of FA4 native over that of mmattn, where it left the images out."""
-    ours, floor = best(rows, case), rows.get((case, "fa4-native"), {})
-    return floor["ms"] / ours["ms"] if ours and "ms" in floor and floor.get("mask", "case") != "case" else None
+    ours, floor = ours_ms(rows, case), rows.get((case, "fa4-native"), {})
+    return floor["ms"] / ours if ours and "ms" in floor and floor.get("mask", "case") != "case" else None
 
 
 def sweep_lines(rows: dict[Key, Row], value: Callable[[int, Row], float | None]) -> dict[str, list[tuple[int, float]]]:
