@@ -9,6 +9,8 @@ The ratio between two providers of one run is the result; absolute times are con
     mask                     "case", or "without images": the floor computes another mask, and its work is counted so
     pairs, flops, bytes      the work that was counted
     mask_ms, mask_gpu_ms     what has to be built for a new batch: as called, and replayed from a CUDA graph
+    first_s                  time to the first result: imports, compilation and the plan included
+    host_us                  median host time of a call with everything ready, on a GPU: what the call costs the launching thread
     max_error                against the float64 oracle on sampled rows; `max_error_uniform` with zero queries
     device, gpu, driver, versions, commit, date
 """
@@ -41,7 +43,7 @@ from .cases import Case, Inputs, make_inputs
 from .gate import Gate, sample_rows
 from .peers import CannotRun, Prepared
 from .providers import CPU_DEFAULT, GPU_DEFAULT, PROVIDERS, Provider
-from .timing import Timing, interleaved, peaks
+from .timing import Timing, host_us, interleaved, peaks, sync
 from .work import work
 
 Row = dict[str, Any]
@@ -112,11 +114,16 @@ class Settings:
     """Times short calls from CUDA graphs in every case, not only in decode cases."""
 
 
+HOST_TIMED = ("mmattn", "fa4-native")
+"""Providers whose calls are short enough on the host to matter."""
+
+
 @dataclass
 class _Ready:
     provider: Provider
     prepared: Prepared
-    errors: Row
+    first: Row
+    """What the first calls told: `first_s` and the errors."""
 
 
 @torch.no_grad()
@@ -171,15 +178,17 @@ def run_case(
         name = r.provider.name
         timing = times[name]
         if isinstance(timing, Exception):
-            yield _row(case, r.provider, reason=f"failed after the gate: {reason(timing)}", **r.errors)
+            yield _row(case, r.provider, reason=f"failed after the gate: {reason(timing)}", **r.first)
             _check_alive(device, case, r.provider)
             continue
         mine = work(r.prepared.case)
         row = _row(
             case, r.provider, ms=round(timing.ms, 5), spread=round(timing.spread, 4), samples=timing.samples,
             eff_tflops=round(mine.tflops(timing.ms), 2), mask="case" if r.prepared.case == case else "without images",
-            pairs=mine.pairs, flops=mine.flops, bytes=mine.bytes, graph=timing.graph, **r.errors,
+            pairs=mine.pairs, flops=mine.flops, bytes=mine.bytes, graph=timing.graph, **r.first,
         )  # fmt: skip
+        if on_gpu and name.startswith(HOST_TIMED):
+            row["host_us"] = round(host_us(bound(r.prepared), device), 1)
         if case.decode:
             row["gb_s"] = round(mine.gb_s(timing.ms), 1)
         for field, measured in (("mask_ms", built.get(name)), ("mask_gpu_ms", replayed.get(name))):
@@ -193,15 +202,19 @@ def run_case(
 @torch.no_grad()
 def _gated(provider: Provider, inputs: Inputs, gates: dict[Case, Gate], rows: list[tuple[int, int]]) -> _Ready:
     """The provider, ready and checked: raises where it cannot run the case or gives another answer than the oracle."""
+    sync(inputs.device)
+    begin = time.perf_counter()
     prepared = provider.prepare(inputs)
+    prepared.call(inputs.q, 0)
+    sync(inputs.device)
+    first = time.perf_counter() - begin
     if prepared.case not in gates:
         gates[prepared.case] = Gate(prepared.case, inputs, rows)
     gate = gates[prepared.case]
     uniform = gate.check(prepared.call(gate.queries(zero=True), 0), zero=True)
     error = gate.check(prepared.call(gate.queries(zero=False), 0), zero=False)
-    return _Ready(
-        provider, prepared, {"max_error": float(f"{error:.3e}"), "max_error_uniform": float(f"{uniform:.3e}")}
-    )
+    errors = {"max_error": float(f"{error:.3e}"), "max_error_uniform": float(f"{uniform:.3e}")}
+    return _Ready(provider, prepared, {"first_s": round(first, 2), **errors})
 
 
 def _row(case: Case, provider: Provider, **fields: Any) -> Row:

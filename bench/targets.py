@@ -62,6 +62,10 @@ def _bandwidth(case: str, share: float) -> Target:
     return Target(f"{case}: bandwidth of mmattn / copy bandwidth of the run", value, share)
 
 
+def _field(case: str, field: str) -> Value:
+    return lambda rows: rows.get((case, "mmattn"), {}).get(field)
+
+
 def _plan_us(rows: dict[Key, Row]) -> float | None:
     ms = rows.get(("W1", "mmattn"), {}).get("mask_gpu_ms")
     return None if ms is None else 1e3 * ms
@@ -88,6 +92,11 @@ TARGETS = (
     _between("W7e / W7b: 16 rows against 1", "W7e", "W7b", 1.15),
     _between("W7d / W7f: window decode at 128k against 4k", "W7d", "W7f", 1.05),
     _between("W7g / W7f: window decode at 256k against 4k", "W7g", "W7f", 1.05),
+    *(
+        Target(f"{case}: seconds to the first result", _field(case, "first_s"), 6, False)
+        for case in ("W2b", "W5", "W7b")
+    ),
+    *(Target(f"{case}: host us of a call with a plan", _field(case, "host_us"), 30, False) for case in ("W1", "W7b")),
 )
 
 

@@ -35,14 +35,15 @@ class _Lane:
     failure: Exception | None = None
 
 
-def _sync(device: torch.device) -> None:
+def sync(device: torch.device) -> None:
+    """Waits for the device's work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _elapsed(device: torch.device, block: Callable[[], object]) -> float:
     """Milliseconds of one block, which has to have finished."""
-    _sync(device)
+    sync(device)
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -86,7 +87,7 @@ def _lane(call: Callable[[int], object], device: torch.device, rotate: int, grap
             count = max(rotate, min(count, 64))
             return _Lane(_captured(_repeat(call, count)), count, True, [])
         except Exception:  # a call that synchronises cannot be captured; its row says graph: false
-            _sync(device)
+            sync(device)
     return _Lane(_repeat(call, count), count, False, [])
 
 
@@ -128,6 +129,18 @@ def interleaved(
         failure = failures.get(name) or lanes[name].failure
         results[name] = failure if failure is not None else _timing(lanes[name])
     return results
+
+
+def host_us(call: Callable[[int], object], device: torch.device, calls: int = 20) -> float:
+    """Median host time of a call in microseconds, while the device still works on those before it."""
+    samples = []
+    sync(device)
+    for i in range(calls):
+        begin = time.perf_counter()
+        call(i)
+        samples.append(time.perf_counter() - begin)
+    sync(device)
+    return statistics.median(samples) * 1e6
 
 
 def _timing(lane: _Lane) -> Timing:

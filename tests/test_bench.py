@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def test_providers_pass_the_gate(name: str, provider: str) -> None:
             providers.PROVIDERS[provider].prepare(inputs)
         return
     ready = bench_run._gated(providers.PROVIDERS[provider], inputs, {}, gate.sample_rows(case, 64))
-    assert 0 <= ready.errors["max_error"] < (2e-3 if case.float8 else 1e-4)
+    assert 0 <= ready.first["max_error"] < (2e-3 if case.float8 else 1e-4)
     assert ready.prepared.case == case
 
 
@@ -364,8 +365,14 @@ def test_run_writes_rows(tmp_path: Path) -> None:
         if row["provider"] == "fa4-native":
             assert row["reason"] == "needs an NVIDIA GPU" and "ms" not in row
         else:
-            assert {"ms", "eff_tflops", "mask_ms", "max_error", "spread"} <= row.keys()
+            assert {"ms", "eff_tflops", "mask_ms", "max_error", "spread", "first_s"} <= row.keys()
             assert ("gb_s" in row) == (row["case"] == "W8b")
+
+
+def test_host_time_is_that_of_one_call() -> None:
+    seen: list[int] = []
+    assert 900 <= timing.host_us(lambda i: (seen.append(i), time.sleep(1e-3)), torch.device("cpu"), calls=5) < 5000
+    assert seen == [0, 1, 2, 3, 4]
 
 
 def test_run_stops_in_time(tmp_path: Path) -> None:
