@@ -7,6 +7,7 @@ CPU tests check definitions, work models and providers.
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,10 @@ class Sequence:
     @property
     def context(self) -> int:
         return self.kv_len - self.q_len
+
+
+def _family(name: str) -> str:
+    return name.rstrip(string.ascii_lowercase)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Case:
     @property
     def family(self) -> str:
         """`W2` for `W2b`."""
-        return self.name.rstrip("abcdefghijklmnopqrstuvwxyz")
+        return _family(self.name)
 
     @property
     def batched(self) -> bool:
@@ -117,7 +122,7 @@ def select(wanted: Iterable[str]) -> list[str]:
         return names()
     chosen: list[str] = []
     for want in wanted:
-        hits = [n for n in names() if n == want or n.rstrip("abcdefghijklmnopqrstuvwxyz") == want]
+        hits = [n for n in names() if want in (n, _family(n))]
         if not hits:
             raise KeyError(f"no case {want!r}; there are {', '.join(names())}")
         chosen += [n for n in hits if n not in chosen]

@@ -23,6 +23,7 @@ from torch import Tensor
 from mmattn.dflash import Drafter, GraphedDraft, generate
 
 from .run import environment
+from .timing import sync
 
 VOCABULARY, LAYERS_READ = 32000, 5
 
@@ -69,12 +70,12 @@ class Loop:
         self.draft_ms: list[float] = []
 
     def __call__(self, bonus: Tensor, cache: Any) -> Tensor:
-        _sync(bonus)
+        sync(bonus.device)
         begin = time.perf_counter()
         if not self.draft_ms:
             self.start = begin
         self.draft(bonus, cache)
-        _sync(bonus)
+        sync(bonus.device)
         self.draft_ms.append(1e3 * (time.perf_counter() - begin))
         if self.known is None:
             # Any tokens: of a vocabulary of 32000 the target takes none.
@@ -87,11 +88,6 @@ class Loop:
         return torch.stack(rows)
 
 
-def _sync(x: Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-
-
 @torch.no_grad()
 def target_step_ms(target: Any, prompt: Tensor, steps: int) -> float:
     """Median time of one token of the target alone, behind the prompt."""
@@ -101,10 +97,10 @@ def target_step_ms(target: Any, prompt: Tensor, steps: int) -> float:
     token = target(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
     times = []
     for _ in range(steps):
-        _sync(prompt)
+        sync(prompt.device)
         begin = time.perf_counter()
         token = target(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-        _sync(prompt)
+        sync(prompt.device)
         times.append(1e3 * (time.perf_counter() - begin))
     return sorted(times)[len(times) // 2]
 
@@ -146,7 +142,7 @@ def main(
     def run(draft: Callable[..., Tensor], known: Tensor | None) -> tuple[Loop, Any, float]:
         loop = Loop(draft, context, block - 1, known, acceptance - 1)
         result = generate(target, drafter, prompt, max_new_tokens=new_tokens, page_size=page_size, draft=loop)
-        _sync(prompt)
+        sync(prompt.device)
         return loop, result, 1e3 * (time.perf_counter() - loop.start)
 
     case = dict(

@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from .cases import Case, Inputs
-from .peers import CannotRun, Prepared, needs_gpu
+from .peers import CannotRun, Prepared, needs_gpu, window
 
 
 def _window(case: Case) -> dict[str, Any]:
     """`causal` and `window_size` of a mask without spans, in FA4's terms."""
-    mask = case.mask
-    if mask.chunk_size is not None:
-        raise CannotRun("FA4 has no chunked mask")
-    if mask.causal:
-        return dict(causal=True, window_size=(mask.window_left, None))
-    right = mask.window_left if mask.window_right is None and mask.symmetrize else mask.window_right
-    return dict(causal=False, window_size=(mask.window_left, right))
+    left, right = window(case.mask)
+    return dict(causal=case.mask.causal, window_size=(left, None if case.mask.causal else right))
 
 
 def _varlen_keys(inputs: Inputs, i: int) -> dict[str, Any]:
@@ -78,8 +73,6 @@ def dense_mask_mod(inputs: Inputs) -> Prepared:
     from .mask_mod import mask_mod
 
     case = inputs.case
-    if case.mask.chunk_size is not None:
-        raise CannotRun("the mask_mod of this benchmark knows no chunks")
     if not case.has_spans:
         raise CannotRun("no images in this case: serving code takes FA4 native")
     visible = mask_mod(case.mask)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from .run import environment, reason
+from .timing import summary, sync
 
 IMPLEMENTATIONS = ("mmattn", "mmattn-triton", "sdpa", "flex_attention", "eager")
 IMAGE, GAP = 280, 232
@@ -100,11 +100,6 @@ def use(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def peak_mib(device: torch.device, call: Callable[[], Any]) -> float | None:
     """Most memory that `call` held above what was held before; None on a CPU, which does not tell."""
     if device.type != "cuda":
@@ -115,7 +110,7 @@ def peak_mib(device: torch.device, call: Callable[[], Any]) -> float | None:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = call()
-    _sync(device)
+    sync(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del result
     return peak / 2**20
@@ -125,12 +120,12 @@ def times(device: torch.device, call: Callable[[], Any], samples: int) -> list[f
     """Milliseconds of each call by the host's clock, from an idle device to an idle device."""
     found = []
     for _ in range(samples):
-        _sync(device)
+        sync(device)
         begin = time.perf_counter()
         call()
-        _sync(device)
+        sync(device)
         found.append((time.perf_counter() - begin) * 1e3)
-    return sorted(found)
+    return found
 
 
 def far(x: Tensor, expected: Tensor) -> float:
@@ -154,10 +149,9 @@ def measure(
         full = inputs(model, tokens)
         row["peak_mib"] = peak_mib(device, lambda: step(model, full))  # also warms up
         row["mask_mib"] = peak_mib(device, lambda: masks(model, full))
-        found = times(device, lambda: step(model, full), samples)
-        row.update(ms=statistics.median(found), samples=samples)
-        row["spread"] = (found[int(0.8 * (samples - 1))] - found[int(0.2 * (samples - 1))]) / row["ms"]
-        row["mask_ms"] = statistics.median(times(device, lambda: masks(model, full), samples))
+        timing = summary(times(device, lambda: step(model, full), samples))
+        row.update(ms=timing.ms, samples=timing.samples, spread=timing.spread)
+        row["mask_ms"] = summary(times(device, lambda: masks(model, full), samples)).ms
     except Exception as e:  # out of memory, a kernel that refuses a head dim: the reason is the result
         row["reason"] = reason(e)
     return row

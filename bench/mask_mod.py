@@ -15,17 +15,13 @@ from flash_attn.cute import utils
 
 from mmattn import Mask
 
+from .peers import window
+
 
 @cache
 def mask_mod(mask: Mask) -> Callable:
     """The `mask_mod` of a mask without chunks; its aux tensors are start and end of each row's span, int32 `[rows]`."""
-    if mask.chunk_size is not None:
-        raise ValueError(f"mask_mod knows no chunks, got {mask}")
-    left, right, clamp = mask.window_left, mask.window_right, mask.mm_prefix_clamp
-    if mask.causal:
-        right = 0
-    elif right is None and mask.symmetrize:
-        right = left
+    (left, right), clamp = window(mask), mask.mm_prefix_clamp
 
     @cute.jit
     def visible(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmattn import Mask
+
 from .cases import Case, Inputs
 
 
@@ -30,6 +32,16 @@ class Prepared:
     """What has to be built from the mask for every new batch; timed alone."""
     timed: Call | None = None
     """The call that is timed, where that is not `call` (which the gate checks)."""
+
+
+def window(mask: Mask) -> tuple[int | None, int | None]:
+    """How many positions back and ahead a row sees beside its span, None = all. Raises `CannotRun` for chunks."""
+    if mask.chunk_size is not None:
+        raise CannotRun("takes no chunked mask")
+    if mask.causal:
+        return mask.window_left, 0
+    mirrored = mask.window_right is None and mask.symmetrize
+    return mask.window_left, mask.window_left if mirrored else mask.window_right
 
 
 def needs_gpu(inputs: Inputs) -> None:

@@ -19,7 +19,7 @@ import mmattn
 
 from . import fa4, work
 from .cases import Case, Inputs
-from .peers import CannotRun, Prepared, needs_batched, needs_gpu
+from .peers import CannotRun, Prepared, needs_batched, needs_gpu, window
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,9 @@ def span_ids(case: Case) -> Tensor:
 
 def flex_mask_mod(case: Case, ids: Tensor | None) -> Callable:
     """The mask as a FlexAttention `mask_mod`; `ids` as of `span_ids`, None = no spans."""
-    mask = case.mask
-    if mask.chunk_size is not None:
-        raise CannotRun("the mask_mod of this benchmark knows no chunks")
-    context = case.sequences[0].context
-    left = case.sequences[0].kv_len if mask.window_left is None else mask.window_left
-    right = 0 if mask.causal else left if mask.window_right is None else mask.window_right
-    clamp = mask.mm_prefix_clamp
+    (left, right), clamp = window(case.mask), case.mask.mm_prefix_clamp
+    context, everything = case.sequences[0].context, case.sequences[0].kv_len
+    left, right = everything if left is None else left, everything if right is None else right
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         q = q + context

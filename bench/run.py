@@ -222,10 +222,8 @@ def _row(case: Case, provider: Provider, **fields: Any) -> Row:
 
 
 def _check_alive(device: torch.device, case: Case, provider: Provider) -> None:
-    if device.type != "cuda":
-        return
     try:
-        torch.cuda.synchronize(device)
+        sync(device)
     except Exception as e:
         raise DeviceLost(
             f"the GPU failed under {provider.name} in case {case.name}: {e}; leave that provider out and run again"

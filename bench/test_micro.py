@@ -6,6 +6,7 @@ real call is timed without waiting for the device: the queue never fills within 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import mmattn
 from bench.cases import Case, Inputs, Sequence, images, make_inputs
+from bench.timing import sync
 from mmattn import dispatch
 
 pytest.importorskip("pytest_benchmark")
@@ -33,11 +35,7 @@ def _inputs(case: Case, device: str) -> Inputs:
 
 def _drained(benchmark: Any, call: Any, device: str) -> None:
     """Rounds of few calls each, with the device idle before each round."""
-
-    def idle() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
+    idle = partial(sync, torch.device(device))
     call()
     benchmark.pedantic(call, setup=idle, rounds=300, warmup_rounds=20)
     idle()

@@ -127,7 +127,7 @@ def interleaved(
     results: dict[str, Timing | Exception] = {}
     for name in calls:
         failure = failures.get(name) or lanes[name].failure
-        results[name] = failure if failure is not None else _timing(lanes[name])
+        results[name] = failure if failure is not None else summary(lanes[name].samples, lanes[name].graph)
     return results
 
 
@@ -143,11 +143,12 @@ def host_us(call: Callable[[int], object], device: torch.device, calls: int = 20
     return statistics.median(samples) * 1e6
 
 
-def _timing(lane: _Lane) -> Timing:
-    samples = sorted(lane.samples)
+def summary(samples: list[float], graph: bool = False) -> Timing:
+    """Median, spread and number of times per call in milliseconds."""
+    samples = sorted(samples)
     middle = statistics.median(samples)
     low, high = samples[round(0.2 * (len(samples) - 1))], samples[round(0.8 * (len(samples) - 1))]
-    return Timing(middle, (high - low) / middle if middle else 0.0, len(samples), lane.graph)
+    return Timing(middle, (high - low) / middle if middle else 0.0, len(samples), graph)
 
 
 def peaks(device: torch.device) -> tuple[Timing, float, Timing, float]:

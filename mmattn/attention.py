@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .batch import Batch, Call, debugging, wants_split
+from .batch import Batch, Call, capability, debugging, wants_split
 from .mask import Mask
 from .plan import Options, Plan
 
@@ -83,8 +82,8 @@ def attention(
         MaskError: an impossible mask; names the sequence and the span.
         UnsupportedError: no backend can run the call; lists each with every reason.
     """
-    batch = _resolve(q, k, mask, batch_args)
-    call, options = _check(q, k, v, mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
+    plain_mask, batch = _resolve(q, k, mask, batch_args)
+    call, options = _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
     run = dispatch.choose(call, backend)
     the_plan = mask if isinstance(mask, Plan) else Plan(mask, batch, dispatch.lowering(q.device.type))
     page_table = batch.page_table
@@ -132,8 +131,10 @@ def supported(
 
     Takes the arguments of `attention()` and raises `ValueError` where no backend could make sense of them.
     """
-    batch = _resolve(q, k, mask, batch_args)
-    return dispatch.reasons(_check(q, k, v, mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0])
+    plain_mask, batch = _resolve(q, k, mask, batch_args)
+    return dispatch.reasons(
+        _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0]
+    )
 
 
 def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -172,14 +173,14 @@ def _check_names(batch_args: dict[str, Any]) -> None:
         )
 
 
-def _resolve(q: Tensor, k: Tensor, mask: Mask | Plan, batch_args: dict[str, Any]) -> Batch:
-    """The batch of a call: the plan's, with the pages of this call, or one made from the batch arguments."""
+def _resolve(q: Tensor, k: Tensor, mask: Mask | Plan, batch_args: dict[str, Any]) -> tuple[Mask, Batch]:
+    """Mask and batch of a call: the plan's, with the pages of this call, or the batch made from the batch arguments."""
     if isinstance(mask, Plan):
         extra = [name for name, x in batch_args.items() if x is not None and name != "page_table"]
         if extra:
             raise ValueError(f"{', '.join(extra)} came with a Plan, which already holds the batch; pass them to plan()")
         _check_names(batch_args)
-        return mask.batch.with_page_table(batch_args.get("page_table"))
+        return mask.mask, mask.batch.with_page_table(batch_args.get("page_table"))
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mmattn.Mask or a mmattn.Plan, got {type(mask).__name__}")
     _check_names(batch_args)
@@ -188,16 +189,11 @@ def _resolve(q: Tensor, k: Tensor, mask: Mask | Plan, batch_args: dict[str, Any]
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
     batch = Batch.build(q_shape=q.shape, k_shape=k.shape, device=q.device, **batch_args)
     batch.check_mask(mask)
-    return batch
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
+    return mask, batch
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Plan, batch: Batch, scale: float | None, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, batch: Batch, scale: float | None, softcap: float | None,
     sinks: Tensor | None, k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None,
     out: Tensor | None,
 ) -> tuple[Call, Options]:  # fmt: skip
@@ -291,13 +287,11 @@ def _check(
     inputs = (q, k, v, sinks, k_scale, v_scale)
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     call = Call(
-        device_type=device.type, capability=_capability(device), dtype=dtype, kv_dtype=kv_dtype,
+        device_type=device.type, capability=capability(device), dtype=dtype, kv_dtype=kv_dtype,
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
         page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
-        split_kv=wants_split(
-            mask if isinstance(mask, Mask) else mask.mask, batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)
-        ),
+        split_kv=wants_split(mask, batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)),
         softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -294,6 +295,11 @@ class Batch:
             return self.cu_seqlens_q.to(torch.int64).clamp(max=self.total_q)
         return torch.arange(self.batch_size + 1, device=self.device) * (self.seqlen_q or 0)
 
+    def row_sequences(self) -> Tensor:
+        """Sequence of each row, int64 `[total_q]`; `batch_size` for rows of no sequence."""
+        row = torch.arange(self.total_q, device=self.device)
+        return torch.searchsorted(self.row_offsets()[1:], row, right=True)
+
     def check_values(self, total_k: int | None = None) -> None:
         """Reads the device (`total_k`: rows of packed k): raises `ValueError`/`MaskError` naming the sequence and the values at fault."""
         for name, cu in (("cu_seqlens_q", self.cu_seqlens_q), ("cu_seqlens_k", self.cu_seqlens_k)):
@@ -406,10 +412,19 @@ def wants_split(mask: Mask, batch: Batch, group: int, heads_kv: int, head_dim: i
     By host facts alone: few rows per sequence, and either too few of them to fill such a tile, or too few tiles in all,
     or, on an H200 up to 64 packed rows of head dim 128, so few keys to read that starting costs most (bench case W8b).
     """
+    if batch.max_seqlen_q > FEW_ROWS:
+        return False
     rows = batch.max_seqlen_q * group
     tiles = batch.batch_size * heads_kv * -(-rows // 128)
-    brief = rows <= 64 and head_dim <= 128 and row_reach(mask, batch) <= BRIEF_REACH
-    return batch.max_seqlen_q <= FEW_ROWS and (rows < 32 or tiles < 128 or brief)
+    if rows < 32 or tiles < 128:
+        return True
+    return rows <= 64 and head_dim <= 128 and row_reach(mask, batch) <= BRIEF_REACH
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU; None elsewhere."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
 
 
 @dataclass(frozen=True)
@@ -418,7 +433,7 @@ class Call:
 
     device_type: str
     capability: tuple[int, int] | None
-    """Compute capability of an NVIDIA GPU; None elsewhere."""
+    """See `capability()`."""
     dtype: torch.dtype
     kv_dtype: torch.dtype
     heads_q: int

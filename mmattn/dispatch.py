@@ -84,18 +84,23 @@ def explain(against: dict[str, list[str]]) -> str:
     )
 
 
+def check_name(backend: str) -> None:
+    """Raises `ValueError` unless `backend` is "auto" or the name of a backend."""
+    names = [b.name for b in BACKENDS]
+    if backend not in ("auto", *names):
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, names))}, got {backend!r}")
+
+
 @lru_cache(maxsize=4096)
 def choose(call: Call, name: str) -> Forward:
     """The forward that runs `call`: the named backend's, or with "auto" that of the first that can.
 
     On a CPU `auto` starts with torch, since Triton's interpreter is for debugging. Raises `UnsupportedError`.
     """
+    check_name(name)
     against = reasons(call)
-    if name != "auto":
-        if name not in against:
-            raise ValueError(f"backend must be 'auto' or one of {', '.join(map(repr, against))}, got {name!r}")
-        if against[name]:
-            raise UnsupportedError(f"backend={name!r} cannot run this call ({call}).\n{explain(against)}")
+    if name != "auto" and against[name]:
+        raise UnsupportedError(f"backend={name!r} cannot run this call ({call}).\n{explain(against)}")
     usable = [b for b in BACKENDS if not against[b.name] and name in ("auto", b.name)]
     if not usable:
         raise UnsupportedError(f"no backend can run this call ({call}).\n{explain(against)}")

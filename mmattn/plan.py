@@ -104,15 +104,14 @@ class TorchLowering:
     """Row intervals and tile tables with torch operators, on any device, without reading it back."""
 
     def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
-        row = torch.arange(batch.total_q, device=batch.device)
         if batch.batch_size == 0 or batch.total_q == 0:
             return torch.zeros(batch.total_q, 2, dtype=torch.int32, device=batch.device)
-        offsets = batch.row_offsets()
-        seq = torch.searchsorted(offsets[1:], row, right=True)
+        seq = batch.row_sequences()
         beyond = seq >= batch.batch_size
         seq = seq.clamp(max=batch.batch_size - 1)
         kv_start, kv_len = batch.kv_starts()[seq], batch.kv_lens()[seq]
-        q = batch.q_starts()[seq] + row - offsets[seq]
+        row = torch.arange(batch.total_q, device=batch.device)
+        q = batch.q_starts()[seq] + row - batch.row_offsets()[seq]
         start, end = self._row_spans(batch, seq, q)
         causal = mask.causal if batch.causal is None else batch.causal[seq]
         lo, hi = mask.bounds(q, span=(start, end), causal=causal)

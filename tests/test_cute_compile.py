@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import traceback
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,9 +21,10 @@ import torch
 
 import mmattn
 from mmattn import Mask
-from mmattn.batch import Call
 from mmattn.cute import support
 from mmattn.plan import Options
+
+from .calls import hopper
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -191,15 +191,6 @@ def main(kernels: str, names: list[str]) -> None:
 
 def ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def hopper(**changes: Any) -> Call:
-    plain: dict[str, Any] = dict(
-        device_type="cuda", capability=(9, 0), dtype=BF16, kv_dtype=BF16, heads_q=8, heads_kv=2,
-        head_dim=128, head_dim_v=128, packed_q=True, packed_k=True, page_size=None, aligned=True,
-    )  # fmt: skip
-    off = {field.name: False for field in fields(Call) if field.name not in plain}
-    return Call(**{**plain, **off, **changes})
 
 
 @pytest.fixture

@@ -20,20 +20,9 @@ from mmattn.torch_backend import why_not as torch_why_not
 from mmattn.triton import support as triton_support
 
 from .budget import assert_close, expect
+from .calls import hopper
 from .cases import BY_NAME, Inputs, build
 from .conftest import BACKENDS
-
-
-def hopper(**changes: Any) -> Call:
-    """A call that every backend could run on an H100 with flash-attn-4 installed."""
-    plain = dict(
-        device_type="cuda", capability=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16, heads_q=8, heads_kv=4,
-        head_dim=128, head_dim_v=128, packed_q=True, packed_k=True, page_size=None, aligned=True,
-    )  # fmt: skip
-    off = {field.name: False for field in fields(Call) if field.name not in plain}
-    if "dtype" in changes and "kv_dtype" not in changes:
-        changes["kv_dtype"] = changes["dtype"]
-    return Call(**{**plain, **off, **changes})
 
 
 @pytest.fixture

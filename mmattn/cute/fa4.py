@@ -155,9 +155,7 @@ def lower(plan: Plan, slots: torch.Size, block_m: int, block_n: int) -> Lowered:
     elif batch.packed_q and batch.batch_size > 1:
         shift = torch.arange(batch.batch_size, device=batch.device) * slots[-1]
     if shift is not None:
-        number = torch.arange(batch.total_q, device=batch.device)
-        sequence = torch.searchsorted(batch.row_offsets()[1:], number, right=True).clamp(max=batch.batch_size - 1)
-        rows = rows + shift[sequence, None]
+        rows = rows + shift[batch.row_sequences().clamp(max=batch.batch_size - 1), None]
     by_sequence = rows.view(1 if batch.packed_q else batch.batch_size, -1, 2)
     keys = slots.numel() if batch.packed_q or batch.cu_seqlens_k is not None else slots[-1]
     return Lowered(rows.to(torch.int32), block_lists(by_sequence, keys, block_m, block_n), _unseen(batch, slots))

@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+from .. import dispatch
 from .attention import attention_function
 from .intervals import IntervalMask
 from .masks import mask_function
@@ -44,8 +45,7 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
         )
     if not name or any(part in name.lower() for part in ("flash", "flex", "sdpa", "eager", "/", "|")):
         raise ValueError(f"name={name!r} means something else to transformers; choose another, such as 'mmattn'")
-    if backend not in ("auto", "cute", "triton", "torch"):
-        raise ValueError(f"backend must be 'auto', 'cute', 'triton' or 'torch', got {backend!r}")
+    dispatch.check_name(backend)
     if fallback not in (None, "sdpa"):
         raise ValueError(f"fallback must be None or 'sdpa', got {fallback!r}")
 

@@ -20,7 +20,7 @@ from transformers import masking_utils as hf
 from ..attention import plan as make_plan
 from ..mask import Mask
 from ..spans import query_spans_from_block_ids, repeated, runs
-from .intervals import IntervalMask, Refusal, plan_from_rows, rows_in_chunks
+from .intervals import IntervalMask, Refusal, plan_from_rows, rows_in_chunks, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -260,12 +260,11 @@ def _lower(
     args: dict[str, Any] = {"q_start": q_start - shift, "kv_start": kv_start - shift}
     if rule.paddings:
         valid = _valid_keys(rule.paddings, kv_length, kv_offset, device)
-        count, flags = valid.sum(1), valid.to(torch.uint8)
-        first, end = flags.argmax(1), kv_length - flags.flip(1).argmax(1)
-        end = end.masked_fill(count == 0, 0)
-        checks["an attention_mask with a hole"] = ((count > 0) & (end - first != count)).any()
-        args["kv_lo"] = (args["kv_start"] + first).to(torch.int32)
-        args["seqused_k"] = end.to(torch.int32)
+        intervals, holes = rows_of(valid[:, None])
+        checks["an attention_mask with a hole"] = holes.any()
+        first, end = intervals[:, 0].unbind(-1)
+        args["kv_lo"] = args["kv_start"] + first
+        args["seqused_k"] = end
     if rule.blocks is not None:
         ids = rule.blocks.to(device)
         if ids.shape[0] != batch_size:

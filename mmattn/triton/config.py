@@ -6,10 +6,11 @@ blocks plus Q) and registers, and on Hopper by measurement (`bench/`).
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+from ..batch import capability
 
 
 class Tile(NamedTuple):
@@ -22,6 +23,7 @@ class Tile(NamedTuple):
     tma: bool = False
 
 
+_T = TypeVar("_T")
 _Table = dict[tuple[int, int], Tile]
 
 # 227 KiB of shared memory, wgmma.
@@ -61,24 +63,26 @@ _SMALL: _Table = {
 
 def architecture(device: torch.device) -> str:
     """The table's key for a device: "sm90", "sm80", "small"."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    found = capability(device)
+    if found is None:
         return "small"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major == 9:
+    if found[0] == 9:
         return "sm90"
-    return "sm80" if (major, minor) == (8, 0) or major in (10, 11) else "small"
+    return "sm80" if found == (8, 0) or found[0] in (10, 11) else "small"
 
 
-@cache
 def ptx(device: torch.device) -> int:
     """Compute capability of an NVIDIA GPU as one number, 90 for one; 0 elsewhere. What the kernels may say in PTX."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device) or (0, 0)
     return 10 * major + minor
 
 
 _TABLES = {"sm90": _HOPPER, "sm80": _AMPERE, "small": _SMALL}
+
+
+def _entry(table: dict[tuple[int, int], _T], head_dim: int, size: int) -> _T:
+    """The entry for elements of `size` bytes with the smallest head dim that holds `head_dim`."""
+    return min((key, entry) for key, entry in table.items() if key[0] >= head_dim and key[1] == size)[1]
 
 
 def _tile_rows(packed_rows: int, most: int) -> int:
@@ -92,7 +96,7 @@ def _tile_rows(packed_rows: int, most: int) -> int:
 def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) -> Tile:
     """The tile for the larger of the two head dims; never much taller than `packed_rows`, the rows of one KV head."""
     size = min(4, max(2, element_bytes))
-    _, tile = min((key, tile) for key, tile in _TABLES[arch].items() if key[0] >= head_dim and key[1] == size)
+    tile = _entry(_TABLES[arch], head_dim, size)
     rows = _tile_rows(packed_rows, tile.tile_m)
     # Fewer than 64 rows do not fill the matrix instruction of more than 4 warps.
     return tile if rows == tile.tile_m else tile._replace(tile_m=rows, warps=4, tma=False)
@@ -122,7 +126,7 @@ _SHARED_MEMORY = {"sm90": 227 * 1024, "sm80": 163 * 1024, "small": 64 * 1024}
 def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int, window: int) -> Tile:
     """The tile of the split path, for `packed_rows` rows of one KV head each of which sees at most `window` keys."""
     size = min(4, key_bytes)
-    _, (tile_n, stages) = min((key, entry) for key, entry in _SHORT.items() if key[0] >= head_dim and key[1] == size)
+    tile_n, stages = _entry(_SHORT, head_dim, size)
     if window <= SHORT_WINDOW and tile_n > 32:
         tile_n, stages = tile_n // 2, stages + 1
     rows = _tile_rows(packed_rows, 64 if head_dim <= 256 else 32)

@@ -18,6 +18,7 @@ from ..batch import Batch
 from ..plan import TileTable
 from .bounds import sequence_rows, tile_at
 from .config import ptx
+from .layout import lse_strides, strides
 
 FEWEST_KEYS = 64
 """A split with fewer keys costs more in combining than it gains."""
@@ -122,11 +123,9 @@ def combine(
     overlap = ptx(out.device) >= 90
     # Rows of no sequence may fill a tile, whatever the longest sequence is.
     rows = tile_m if batch.packed_q else min(tile_m, batch.max_seqlen_q * group)
-    out_strides = (0, out.stride(0), out.stride(1)) if out.dim() == 3 else out.stride()[:3]
-    lse_strides = (0, 0) if lse is None else (0, lse.stride(0)) if lse.dim() == 2 else lse.stride()[:2]
     _combine_kernel[(tiles * heads_kv, rows, triton.cdiv(out.shape[-1], width))](
         part, part_lse, out, lse, sinks, table.index, table.starts if by_sequence else None, batch.cu_seqlens_q,
-        *part.stride()[:3], *part_lse.stride()[:2], part.shape[1] // batch.batch_size, *out_strides, *lse_strides,
+        *part.stride()[:3], *part_lse.stride()[:2], part.shape[1] // batch.batch_size, *strides(out), *lse_strides(lse),
         part.shape[0], batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
         GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=at_once, PTX=ptx(out.device),
         num_warps=2 if at_once == 32 else 4, **({"launch_pdl": True} if overlap else {}),

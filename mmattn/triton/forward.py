@@ -16,11 +16,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..batch import FEW_ROWS, row_reach
+from ..batch import FEW_ROWS, Batch, row_reach
 from ..plan import Options, Plan
 from . import decode
 from .bounds import sequence_rows, tile_at
 from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, resident_programs, split_head_dim
+from .layout import lse_strides, matrix, scale_strides, strides, vectorises
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -374,8 +375,9 @@ def forward(
         return
     few = rows <= few_rows
     mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
-    keys = _key_bound(k, plan, page_table)
-    long_tile, short_tile, resident = tiles(rows, rows if few else group, row_reach(plan.mask, batch))
+    reach = row_reach(plan.mask, batch)
+    keys = min(_held_keys(k, batch, page_table), reach + batch.max_seqlen_q - 1)  # more where a tile spans two chunks
+    long_tile, short_tile, resident = tiles(rows, rows if few else group, reach)
     if few:
         programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
         launch(short_tile, decode.choose_splits(q.device, programs, resident, keys))
@@ -400,8 +402,8 @@ def _launch(
     tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
     # Triton 3.6 miscompiles two products with one row block (wrong rows, wild reads) where their operands pass through
     # registers: loads that cannot be vectorised, and float8 in tiles that fill Hopper's matrix instruction.
-    keys8, vectorises = k.element_size() == 1, _vectorises(k) and _vectorises(v)
-    whole = not vectorises or (keys8 and tile.tile_m >= 64)
+    keys8 = k.element_size() == 1
+    whole = not (vectorises(k) and vectorises(v)) or (keys8 and tile.tile_m >= 64)
     k_split, v_split = split_head_dim(head_dim, whole), split_head_dim(head_dim_v, whole)
     pairs = _FLOAT8[k.dtype] if keys8 and not whole else None
     if pairs is not None:  # v's even and odd columns
@@ -416,7 +418,7 @@ def _launch(
     k_in, v_in, k_rows, v_rows = k, v, (0, 0, 0), (0, 0, 0)
     tma = tile.tma and page == 0 and k.numel() > 0 and (k_split, v_split) == ((head_dim, 0), (head_dim_v, 0))
     if tma:
-        k_view, v_view = _matrix(k), _matrix(v)
+        k_view, v_view = matrix(k), matrix(v)
         if k_view is None or v_view is None:
             tma = False
         else:
@@ -439,9 +441,9 @@ def _launch(
         q, k_in, v_in, to, lse_to, plan.rows, table.ranges, table.index, table.starts if by_sequence else None,
         batch.cu_seqlens_q, batch.cu_seqlens_k, page_table, options.sinks if splits == 1 else None,
         options.k_scale, options.v_scale,
-        *_strides(q), *_strides(k), *_strides(v), *_strides(to),
-        *_lse_strides(lse_to), out_split, lse_split, 0 if page_table is None else page_table.stride(0),
-        *_scale_strides(options.k_scale), *_scale_strides(options.v_scale), *k_rows, *v_rows,
+        *strides(q), *strides(k), *strides(v), *strides(to),
+        *lse_strides(lse_to), out_split, lse_split, 0 if page_table is None else page_table.stride(0),
+        *scale_strides(options.k_scale), *scale_strides(options.v_scale), *k_rows, *v_rows,
         batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity, rows_above, rows_upto, part_rows,
         options.scale * LOG2E.value, 1.0 if options.softcap is None else options.softcap,
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
@@ -455,16 +457,13 @@ def _launch(
         )
 
 
-def _key_bound(k: Tensor, plan: Plan, page_table: Tensor | None) -> int:
-    """How many keys one tile of few rows walks, from host facts: a bound, but where a tile holds rows of two chunks."""
-    batch = plan.batch
+def _held_keys(k: Tensor, batch: Batch, page_table: Tensor | None) -> int:
+    """An upper bound, from host sizes, on the keys of one sequence."""
     if page_table is not None:
         keys = page_table.shape[1] * k.shape[1]
     else:
         keys = k.shape[-3] if batch.cu_seqlens_k is None else k.shape[0]
-    if batch.max_seqlen_k is not None:
-        keys = min(keys, batch.max_seqlen_k)
-    return min(keys, row_reach(plan.mask, batch) + batch.max_seqlen_q - 1)
+    return keys if batch.max_seqlen_k is None else min(keys, batch.max_seqlen_k)
 
 
 @lru_cache(maxsize=4096)
@@ -485,43 +484,3 @@ def _tiles(
         short,
         resident_programs(arch, short, head_dim, key_bytes),
     )
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of (batch or page, row, head)."""
-    return (0, x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), x.stride(1), x.stride(2))
-
-
-def _vectorises(x: Tensor) -> bool:
-    """Whether Triton knows that every row starts at a multiple of 16 bytes: it looks at divisibility by 16 elements."""
-    return x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
-
-
-def _lse_strides(lse: Tensor | None) -> tuple[int, int]:
-    """Strides of (batch, head)."""
-    if lse is None:
-        return 0, 0
-    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
-
-
-def _scale_strides(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
-
-
-def _matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int, int]] | None:
-    """`x` as one matrix for a TMA descriptor: shape, strides, and (rows per sequence, rows per head, columns per head).
-
-    A head is either a range of columns (packed and [B, S, H, D] layouts) or of rows ([B, H, S, D] layouts). None where
-    the strides allow neither, or are not the multiples of 16 bytes that TMA wants.
-    """
-    batch, row, head = _strides(x)
-    size, heads, d = x.element_size(), x.shape[-2], x.shape[-1]
-    sequences = 1 if x.dim() == 3 else x.shape[0]
-    if row == 0 or batch % row or any(n * size % 16 for n in (batch, row, head)) or x.data_ptr() % 16:
-        return None
-    in_rows = head % row == 0 and head > 0
-    if not in_rows and (heads - 1) * head + d > row:
-        return None
-    rows = (sequences - 1) * (batch // row) + x.shape[-3] + ((heads - 1) * (head // row) if in_rows else 0)
-    columns = d if in_rows else (heads - 1) * head + d
-    return (rows, columns), (row, 1), (batch // row, head // row if in_rows else 0, 0 if in_rows else head)
