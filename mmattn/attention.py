@@ -82,14 +82,28 @@ def attention(
         MaskError: an impossible mask; names the sequence and the span.
         UnsupportedError: no backend can run the call; lists each with every reason.
     """
-    plain_mask, batch = _resolve(q, k, mask, batch_args)
-    call, options = _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
-    run = dispatch.choose(call, backend)
-    the_plan = mask if isinstance(mask, Plan) else Plan(mask, batch, dispatch.lowering(q.device.type))
-    page_table = batch.page_table
-    if page_table is not None and debugging():
-        batch.check_pages(k.shape[1], k.shape[0], the_plan.rows)
-    result, lse = run(q, k, v, the_plan, page_table, options=options, out=out, with_lse=return_lse)
+    given = mask if isinstance(mask, Plan) else None
+    kind = forward = None
+    if given is not None and len(batch_args) == ("page_table" in batch_args) and not debugging():
+        facts = (q, k, v, batch_args.get("page_table"), sinks, k_scale, v_scale, out, scale, softcap, num_splits)
+        kind = (backend, return_lse, torch.is_grad_enabled(), *map(_kind, facts))
+        forward = given.forwards.get(kind)
+    if given is not None and forward is not None:  # a call like one before with this plan: checked, its kernel is ready
+        the_plan, page_table = given, batch_args.get("page_table")
+        if page_table is None:
+            page_table = given.batch.page_table
+    else:
+        plain_mask, batch = _resolve(q, k, mask, batch_args)
+        call = _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
+        forward = dispatch.choose(call, backend)()
+        the_plan = given or Plan(plain_mask, batch, dispatch.lowering(q.device.type))
+        page_table = batch.page_table
+        if page_table is not None and debugging():
+            batch.check_pages(k.shape[1], k.shape[0], the_plan.rows)
+        if kind is not None:
+            the_plan.remember(kind, forward)
+    options = _options(q, k, the_plan.batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
+    result, lse = forward(q, k, v, the_plan, page_table, options=options, out=out, with_lse=return_lse)
     return (result, lse) if return_lse else result
 
 
@@ -132,9 +146,9 @@ def supported(
     Takes the arguments of `attention()` and raises `ValueError` where no backend could make sense of them.
     """
     plain_mask, batch = _resolve(q, k, mask, batch_args)
-    return dispatch.reasons(
-        _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)[0]
-    )
+    call = _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
+    _options(q, k, batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
+    return dispatch.reasons(call)
 
 
 def merge_states(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -175,15 +189,14 @@ def _check_names(batch_args: dict[str, Any]) -> None:
 
 def _resolve(q: Tensor, k: Tensor, mask: Mask | Plan, batch_args: dict[str, Any]) -> tuple[Mask, Batch]:
     """Mask and batch of a call: the plan's, with the pages of this call, or the batch made from the batch arguments."""
+    _check_names(batch_args)
     if isinstance(mask, Plan):
         extra = [name for name, x in batch_args.items() if x is not None and name != "page_table"]
         if extra:
             raise ValueError(f"{', '.join(extra)} came with a Plan, which already holds the batch; pass them to plan()")
-        _check_names(batch_args)
         return mask.mask, mask.batch.with_page_table(batch_args.get("page_table"))
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mmattn.Mask or a mmattn.Plan, got {type(mask).__name__}")
-    _check_names(batch_args)
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -196,8 +209,8 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, batch: Batch, scale: float | None, softcap: float | None,
     sinks: Tensor | None, k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None,
     out: Tensor | None,
-) -> tuple[Call, Options]:  # fmt: skip
-    """Checks every tensor against the batch, on the host; returns the call's static facts and its options."""
+) -> Call:  # fmt: skip
+    """Checks everything but the scales of k and v against the batch, on the host; returns the call's static facts."""
     dtype, kv_dtype, device = q.dtype, k.dtype, q.device
     for name, x in (("k", k), ("v", v)):
         if x.dtype is not kv_dtype or (kv_dtype is not dtype and (kv_dtype not in _FLOAT8 or dtype not in _HALF)):
@@ -261,14 +274,11 @@ def _check(
         raise ValueError(
             f"sinks must be a floating-point tensor [{heads_q}] on {device}, got {sinks.dtype} {list(sinks.shape)} on {sinks.device}"
         )
-    k_scale = None if k_scale is None else _kv_scale("k_scale", k_scale, batch.batch_size, heads_kv, device)
-    v_scale = None if v_scale is None else _kv_scale("v_scale", v_scale, batch.batch_size, heads_kv, device)
     if num_splits is not None and (
         isinstance(num_splits, bool) or not isinstance(num_splits, int) or not 1 <= num_splits <= 256
     ):
         raise ValueError(f"num_splits must be None or an integer in 1..256, got {num_splits!r}")
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not 0 <= scale < math.inf:
+    if scale is not None and not 0 <= scale < math.inf:
         raise ValueError(f"scale must be finite and >= 0, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be None or a finite number > 0, got {softcap}")
@@ -285,8 +295,8 @@ def _check(
                 f"got {out.dtype} {list(out.shape)} on {out.device} with strides {out.stride()}"
             )
     inputs = (q, k, v, sinks, k_scale, v_scale)
-    grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    call = Call(
+    grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    return Call(
         device_type=device.type, capability=capability(device), dtype=dtype, kv_dtype=kv_dtype,
         heads_q=heads_q, heads_kv=heads_kv, head_dim=head_dim, head_dim_v=head_dim_v,
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
@@ -295,7 +305,27 @@ def _check(
         softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip
-    return call, Options(scale, softcap, sinks, k_scale, v_scale, num_splits)
+
+
+def _options(
+    q: Tensor, k: Tensor, batch: Batch, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None,
+) -> Options:  # fmt: skip
+    """The options of a checked call; checks the scales of k and v."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    shape = batch.batch_size, k.shape[-2]
+    if k_scale is not None:
+        k_scale = _kv_scale("k_scale", k_scale, *shape, q.device)
+    if v_scale is not None:
+        v_scale = _kv_scale("v_scale", v_scale, *shape, q.device)
+    return Options(scale, softcap, sinks, k_scale, v_scale, num_splits)
+
+
+def _kind(x: Any) -> Any:
+    """What a kernel may be chosen and compiled by: all of a tensor but its values. Calls of one kind need one check."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.requires_grad
+    return x if x is None or type(x) in (int, float) else object()  # what is wrong here is of no kind seen before
 
 
 def _kv_scale(name: str, x: Any, batch_size: int, heads_kv: int, device: torch.device) -> Tensor:

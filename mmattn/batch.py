@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -425,6 +426,16 @@ def wants_split(mask: Mask, batch: Batch, group: int, heads_kv: int, head_dim: i
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of an NVIDIA GPU; None elsewhere."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else None
+
+
+_HERE = nullcontext()
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the current one while kernels are launched on it: they run on the current one, whatever their tensors say."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True)

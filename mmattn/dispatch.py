@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .batch import Call
+from .batch import Call, current
 from .cute import support as cute_support
-from .plan import Lowering, Options, Plan, TorchLowering
+from .plan import Lowering, Options, Plan, Settle, TorchLowering, Write
 from .triton import support as triton_support
 
 log = logging.getLogger("mmattn")
@@ -39,35 +39,48 @@ class Forward(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
 
 
+MakeForward = Callable[[], Forward]
+"""Gives a new `Forward` for calls that agree as `plan.Settle` says: the first of them decides, the others only launch."""
+
+
 @dataclass(frozen=True)
 class Backend:
     name: str
     why_not: Callable[[Call], list[str]]
-    load: Callable[[Call], Forward]
+    load: Callable[[Call], MakeForward]
     """Imports the kernels; called only for a call that `why_not` has nothing against."""
 
 
-def _kernel(module: str) -> Forward:
-    """The `forward` of a kernel module, which writes to `out` and `lse`, with both allocated where they are not given."""
-    write = import_module(module, __package__).forward
+def _kernel(module: str) -> MakeForward:
+    """From the `settle` of a kernel module; out and lse are allocated where they are not given."""
+    settle: Settle = import_module(module, __package__).settle
 
-    def forward(q, k, v, plan, page_table, *, options, out, with_lse):  # type: ignore[no-untyped-def]
-        if out is None:
-            out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = None
-        if with_lse:
-            shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        write(q, k, v, plan, page_table, options=options, out=out, lse=lse)
-        return out, lse
+    def make() -> Forward:
+        write: Write | None = None
 
-    return forward
+        def forward(q, k, v, plan, page_table, *, options, out, with_lse):  # type: ignore[no-untyped-def]
+            nonlocal write
+            if out is None:
+                out = q.new_empty(*q.shape[:-1], v.shape[-1])
+            lse = None
+            if with_lse:
+                shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+                lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+            with current(q.device):
+                if write is None:
+                    write = settle(q, k, v, plan, page_table, options=options, out=out, lse=lse)
+                write(q, k, v, plan, page_table, options=options, out=out, lse=lse)
+            return out, lse
+
+        return forward
+
+    return make
 
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("cute", cute_support.why_not, lambda call: _kernel(cute_support.module(call))),
     Backend("triton", triton_support.why_not, lambda call: _kernel(".triton.forward")),
-    Backend("torch", torch_backend.why_not, lambda call: torch_backend.forward),
+    Backend("torch", torch_backend.why_not, lambda call: lambda: torch_backend.forward),
 )
 """In the order in which `auto` tries them on a GPU."""
 
@@ -92,8 +105,8 @@ def check_name(backend: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def choose(call: Call, name: str) -> Forward:
-    """The forward that runs `call`: the named backend's, or with "auto" that of the first that can.
+def choose(call: Call, name: str) -> MakeForward:
+    """What runs `call`: the named backend's, or with "auto" that of the first that can.
 
     On a CPU `auto` starts with torch, since Triton's interpreter is for debugging. Raises `UnsupportedError`.
     """

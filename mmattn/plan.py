@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from .batch import Batch
 from .mask import Mask
 
 NO_SPAN = -1
+KINDS = 64
+"""Kinds of calls that a plan remembers: more would be a caller whose every call is another kind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,27 @@ class Options:
     num_splits: int | None = None
 
 
+class Write(Protocol):
+    """Writes attention of q over k and v under a plan into `out` and, if given, `lse`; layouts as of `dispatch.Forward`."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *,
+        options: Options, out: Tensor, lse: Tensor | None,
+    ) -> None: ...  # fmt: skip
+
+
+class Settle(Protocol):
+    """Decides on the kernels of a call by everything but the values in its tensors, and their addresses but for alignment.
+
+    What it gives runs this call and all others that agree with it in the rest: shapes, strides, dtypes, options, plan.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *,
+        options: Options, out: Tensor, lse: Tensor | None,
+    ) -> Write: ...  # fmt: skip
+
+
 class Lowering(Protocol):
     """How row intervals and tile tables are computed on one kind of device."""
 
@@ -70,11 +94,19 @@ class Plan:
     lowering: Lowering
     rows: Tensor = field(init=False)
     """int32 `[total_q, 2]`: half-open interval of key indices (0 = the sequence's first key slot); (0, 0) is empty."""
-    _tiles: dict[tuple[int, int, int], TileTable] = field(init=False, default_factory=dict)
+    forwards: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
+    """Kind of call -> the `dispatch.Forward` that ran the first of its kind; see `attention()`."""
+    _tiles: dict[tuple[int, int, int], TileTable] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch.check_mask(self.mask)
         self.rows = self.lowering.row_intervals(self.mask, self.batch)
+
+    def remember(self, kind: Hashable, forward: Any) -> None:
+        """Keeps what runs a kind of call."""
+        if len(self.forwards) >= KINDS:
+            self.forwards.clear()
+        self.forwards[kind] = forward
 
     @property
     def tile_shapes(self) -> tuple[tuple[int, int, int], ...]:

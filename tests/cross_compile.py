@@ -133,7 +133,8 @@ def forward_launches(
                       sinks=torch.empty(2 * group, device=META) if sinks else None)  # fmt: skip
     out = torch.empty(rows, 2 * group, dv, dtype=dtype, device=META)
     lse = torch.empty(2 * group, rows, device=META)
-    forward.forward(q, k, v, the_plan, page_table, options=options, out=out, lse=lse)
+    write = forward.settle(q, k, v, the_plan, page_table, options=options, out=out, lse=lse)
+    write(q, k, v, the_plan, page_table, options=options, out=out, lse=lse)
 
 
 def bounds_launches(packed: bool) -> None:

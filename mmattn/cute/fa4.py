@@ -24,7 +24,7 @@ from .common import LEAST_SCALE, kernel_sinks, nothing_to_see
 
 if TYPE_CHECKING:
     from ..batch import Batch
-    from ..plan import Options, Plan
+    from ..plan import Options, Plan, Write
 
 
 class Lowered(NamedTuple):
@@ -75,6 +75,14 @@ def block_shape(major: int, head_dim: int, head_dim_v: int) -> tuple[int, int]:
     if widest <= 128 or (widest <= 192 and head_dim_v <= 128):
         return 128, 128
     return 128, 96 if widest <= 192 else 64
+
+
+def settle(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, options: Options, out: Tensor,
+    lse: Tensor | None,
+) -> Write:  # fmt: skip
+    """See `plan.Settle`. FlashAttention-4's interface looks at every call anew."""
+    return forward
 
 
 def forward(

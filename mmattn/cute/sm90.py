@@ -27,7 +27,7 @@ from .common import LEAST_SCALE, kernel_sinks, nothing_to_see
 from .interval_sm90 import IntervalForwardSm90
 
 if TYPE_CHECKING:
-    from ..plan import Options, Plan
+    from ..plan import Options, Plan, Write
 
 compilations = 0
 """Kernels compiled by this process."""
@@ -75,36 +75,24 @@ def tile_shape(head_dim: int, head_dim_v: int, windowed: bool, page_size: int | 
     return Tile(config.m_block_size, config.n_block_size, config.mma_pv_is_rs)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    page_table: Tensor | None,
-    *,
-    options: Options,
-    out: Tensor,
+def settle(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, options: Options, out: Tensor,
     lse: Tensor | None,
-) -> None:
-    """Writes attention of `q` over `k`, `v` under `plan` into `out` and `lse`.
+) -> Write:  # fmt: skip
+    """The kernel of this call and of others like it; see `plan.Settle`.
 
     q `[T, Hq, D]` or `[B, S, Hq, D]`; k, v `[Tk, Hkv, D]`, `[B, Sk, Hkv, D]` or paged `[P, page, Hkv, D]` with
     `page_table` int32 `[B, max_pages]`; out like q with v's last dim; lse fp32 `[Hq, T]` or `[B, Hq, S]`, natural log.
     float16 or bfloat16; last dims contiguous, other strides multiples of 16 bytes. `support.why_not` must have no
     reason against the call.
     """
-    batch, softcap = plan.batch, options.softcap
-    if q.numel() == 0:
-        return
-    if k.numel() == 0 or batch.batch_size == 0:
-        nothing_to_see(options.sinks, out, lse)
-        return
-    if batch.cu_seqlens_q is None and q.dim() == 3:
-        q, out, lse = q[None], out[None], lse if lse is None else lse[None]
-    if batch.cu_seqlens_k is None and k.dim() == 3:
-        k, v = k[None], v[None]
+    batch, mask = plan.batch, plan.mask
+    if q.numel() == 0 or k.numel() == 0 or batch.batch_size == 0:
+        return _write_nothing
+    packed_k = batch.cu_seqlens_k is not None and page_table is None
+    unsqueeze_q = batch.cu_seqlens_q is None and q.dim() == 3
+    unsqueeze_k = not packed_k and k.dim() == 3
     sinks = kernel_sinks(options.sinks)
-    mask = plan.mask
     group = q.shape[-2] // k.shape[-2]
     page_size = k.shape[1] if page_table is not None else None
     windowed = mask.window_left is not None or mask.chunk_size is not None
@@ -116,30 +104,44 @@ def forward(
         group,
         tile,
         batch.cu_seqlens_q is not None,
-        batch.cu_seqlens_k is not None and page_table is None,
+        packed_k,
         page_table is not None,
         page_size == tile.n,
-        softcap is not None,
+        options.softcap is not None,
         None if sinks is None else sinks.dtype,
         lse is not None,
     )
-    kernel = _kernels.get(variant) or compiled(variant)
+    kernel = compiled(variant)
     table = plan.tiles(tile.m, group, tile.n)
-    kernel(
-        q.detach() if q.requires_grad else q,
-        k.detach() if k.requires_grad else k,
-        v.detach() if v.requires_grad else v,
-        out,
-        lse,
-        max(options.scale, LEAST_SCALE),
-        batch.cu_seqlens_q,
-        batch.cu_seqlens_k if variant.packed_k else None,
-        page_table,
-        sinks,
-        plan.rows,
-        table.ranges,
-        softcap,
-    )
+    cu_seqlens_k = batch.cu_seqlens_k if packed_k else None
+
+    def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
+        if unsqueeze_q:
+            q, out, lse = q[None], out[None], lse if lse is None else lse[None]
+        if unsqueeze_k:
+            k, v = k[None], v[None]
+        kernel(
+            q.detach() if q.requires_grad else q,
+            k.detach() if k.requires_grad else k,
+            v.detach() if v.requires_grad else v,
+            out,
+            lse,
+            max(options.scale, LEAST_SCALE),
+            batch.cu_seqlens_q,
+            cu_seqlens_k,
+            page_table,
+            kernel_sinks(options.sinks),
+            plan.rows,
+            table.ranges,
+            options.softcap,
+        )
+
+    return write
+
+
+def _write_nothing(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
+    if q.numel():
+        nothing_to_see(options.sinks, out, lse)
 
 
 def compiled(variant: Variant) -> Callable[..., None]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import mask as mask_module
-from ..batch import Batch
+from ..batch import Batch, current
 from ..mask import Mask
 from ..plan import TileTable, tile_slots
 
@@ -207,12 +207,13 @@ class DeviceLowering:
             return rows
         seqlen_k = 2**31 - 1 if batch.seqlen_k is None else batch.seqlen_k
         n_spans = 0 if batch.spans is None else batch.spans.shape[1]
-        _row_kernel[(slots,)](
-            rows, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.seqused_k, batch.q_start, batch.kv_start, batch.kv_lo,
-            batch.causal, batch.spans, batch.query_spans,
-            batch.batch_size, batch.total_q, batch.seqlen_q or 0, seqlen_k, n_spans, int(mask.causal), *mask.limits,
-            PACKED=batch.packed_q, R=ROWS, S=SPANS, S1=SPANS_AT_ONCE,
-        )  # fmt: skip
+        with current(batch.device):
+            _row_kernel[(slots,)](
+                rows, batch.cu_seqlens_q, batch.cu_seqlens_k, batch.seqused_k, batch.q_start, batch.kv_start, batch.kv_lo,
+                batch.causal, batch.spans, batch.query_spans,
+                batch.batch_size, batch.total_q, batch.seqlen_q or 0, seqlen_k, n_spans, int(mask.causal), *mask.limits,
+                PACKED=batch.packed_q, R=ROWS, S=SPANS, S1=SPANS_AT_ONCE,
+            )  # fmt: skip
         return rows
 
     def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
@@ -221,9 +222,10 @@ class DeviceLowering:
         table = TileTable(new(slots, 4), new(slots, 2), (new if slots else rows.new_zeros)(batch.batch_size + 1))
         if slots:
             positions = triton.next_power_of_2((tile_m - 1) // group + 2 if tile_m % group else tile_m // group)
-            _tile_kernel[(slots,)](
-                rows, table.ranges, table.index, table.starts, batch.cu_seqlens_q,
-                batch.batch_size, batch.total_q, batch.seqlen_q or 0,
-                PACKED=batch.packed_q, TILE_M=tile_m, GROUP=group, TILE_N=tile_n, P=positions,
-            )  # fmt: skip
+            with current(batch.device):
+                _tile_kernel[(slots,)](
+                    rows, table.ranges, table.index, table.starts, batch.cu_seqlens_q,
+                    batch.batch_size, batch.total_q, batch.seqlen_q or 0,
+                    PACKED=batch.packed_q, TILE_M=tile_m, GROUP=group, TILE_N=tile_n, P=positions,
+                )  # fmt: skip
         return table

@@ -7,6 +7,7 @@ from host sizes alone, so that a captured grid stays valid.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,9 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ..batch import Batch
-from ..plan import TileTable
 from .bounds import sequence_rows, tile_at
 from .config import ptx
+from .launch import Launch
 from .layout import lse_strides, strides
 
 FEWEST_KEYS = 64
@@ -109,24 +110,56 @@ def _combine_kernel(
             tl.store(lse + batch.to(tl.int64) * lse_batch + head.to(tl.int64) * lse_head + row, value)
 
 
+class Parts(NamedTuple):
+    """Scratch for partial results, equally many rows for every sequence.
+
+    float32 out `[splits, sequences * rows, Hq, Dv]`, and natural-log LSE `[splits, Hq, sequences * rows]`, -inf where a
+    split had no keys (it then wrote no output).
+    """
+
+    splits: int
+    sequences: int
+    rows: int
+    heads: int
+    head_dim_v: int
+
+    def allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        rows = self.sequences * self.rows
+        out = torch.empty(self.splits, rows, self.heads, self.head_dim_v, dtype=torch.float32, device=device)
+        return out, torch.empty(self.splits, self.heads, rows, dtype=torch.float32, device=device)
+
+    @property
+    def out_strides(self) -> tuple[int, int, int]:
+        """Strides of (split, row, head)."""
+        row = self.heads * self.head_dim_v
+        return self.sequences * self.rows * row, row, self.head_dim_v
+
+    @property
+    def lse_strides(self) -> tuple[int, int]:
+        """Strides of (split, head)."""
+        rows = self.sequences * self.rows
+        return self.heads * rows, rows
+
+
 def combine(
-    part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None, sinks: Tensor | None, batch: Batch,
-    table: TileTable, tiles: int, by_sequence: bool, tile_m: int, group: int, rows_upto: int,
-) -> None:  # fmt: skip
+    parts: Parts, out: Tensor, lse: Tensor | None, batch: Batch, tiles: int, tile_m: int, group: int, rows_upto: int
+) -> Launch:  # fmt: skip
     """Merges partial results into `out` and `lse`; a sink counts once.
 
-    part: float32 `[splits, batch_size * rows, Hq, Dv]`, equally many rows for every sequence; part_lse: natural log,
-    float32 `[splits, Hq, batch_size * rows]`, -inf where a split had no keys (it then wrote no output).
+    To be called with part, part_lse, out, lse, sinks, the tile table's index and (by sequence) starts, cu_seqlens_q.
     """
     heads_kv, width = out.shape[-2] // group, 64
-    at_once = 32 if part.shape[0] <= 32 else MAX_SPLITS
-    overlap = ptx(out.device) >= 90
+    at_once = 32 if parts.splits <= 32 else MAX_SPLITS
+    arch = ptx(out.device)
     # Rows of no sequence may fill a tile, whatever the longest sequence is.
     rows = tile_m if batch.packed_q else min(tile_m, batch.max_seqlen_q * group)
-    _combine_kernel[(tiles * heads_kv, rows, triton.cdiv(out.shape[-1], width))](
-        part, part_lse, out, lse, sinks, table.index, table.starts if by_sequence else None, batch.cu_seqlens_q,
-        *part.stride()[:3], *part_lse.stride()[:2], part.shape[1] // batch.batch_size, *strides(out), *lse_strides(lse),
-        part.shape[0], batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
-        GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=at_once, PTX=ptx(out.device),
-        num_warps=2 if at_once == 32 else 4, **({"launch_pdl": True} if overlap else {}),
+    scalars = (
+        *parts.out_strides, *parts.lse_strides, parts.rows, *strides(out), *lse_strides(lse), parts.splits,
+        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
     )  # fmt: skip
+    constants = dict(GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=at_once, PTX=arch)
+    options: dict[str, Any] = dict(num_warps=2 if at_once == 32 else 4)
+    if arch >= 90:
+        options["launch_pdl"] = True
+    grid = (tiles * heads_kv, rows, triton.cdiv(out.shape[-1], width))
+    return Launch(_combine_kernel, grid, scalars, constants, **options)

@@ -7,6 +7,7 @@ It knows nothing of masks beyond `[lo, hi)` per row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
@@ -17,14 +18,16 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..batch import FEW_ROWS, Batch, row_reach
-from ..plan import Options, Plan
+from ..plan import Options, Plan, Write
 from . import decode
 from .bounds import sequence_rows, tile_at
 from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, resident_programs, split_head_dim
+from .launch import Launch
 from .layout import lse_strides, matrix, scale_strides, strides, vectorises
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_Pass = Callable[[Tensor, Tensor, Tensor, Plan, Tensor | None, Options, Tensor, Tensor | None], None]
 _FLOAT8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -340,18 +343,11 @@ def _forward_kernel(
         )
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Plan,
-    page_table: Tensor | None,
-    *,
-    options: Options,
-    out: Tensor,
+def settle(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, options: Options, out: Tensor,
     lse: Tensor | None,
-) -> None:
-    """Writes `out` and, if given, `lse`; see `dispatch.Forward`.
+) -> Write:  # fmt: skip
+    """The launches of this call and of others like it; see `plan.Settle`.
 
     Few rows against many keys take the split path of decode.py. A packed batch whose lengths differ may hold both long
     and short sequences: it takes both launches, each of which leaves the other's sequences alone. All of this follows
@@ -360,54 +356,64 @@ def forward(
     batch = plan.batch
     heads_kv = k.shape[-2]
     group = q.shape[-2] // heads_kv
-    if batch.total_q == 0 or heads_kv == 0:
-        return
-    launch = partial(_launch, q, k, v, plan, page_table, options, out, lse)
+    passes: list[_Pass] = []
+    settled = partial(_settle_pass, q, k, v, plan, page_table, options, out, lse)
     tiles = partial(_tiles, q.device, max(k.shape[-1], v.shape[-1]), q.element_size(), k.element_size())
     rows, few_rows = batch.max_seqlen_q * group, FEW_ROWS * group
-    if options.num_splits is not None:
+    few = rows <= few_rows
+    mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
+    if batch.total_q == 0:
+        pass
+    elif options.num_splits is not None:
         # Nothing may depend on the batch: a sequence's own length decides, and tiles are the tallest.
         long_tile, short_tile, _ = tiles(2**31, 2**31, 2**31)
         longest = max(rows, batch.total_q * group) if batch.packed_q else rows  # rows of no sequence count too
         if longest > few_rows:
-            launch(long_tile, 1, rows_above=few_rows)
-        launch(short_tile, options.num_splits, rows_upto=few_rows)
-        return
-    few = rows <= few_rows
-    mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
-    reach = row_reach(plan.mask, batch)
-    keys = min(_held_keys(k, batch, page_table), reach + batch.max_seqlen_q - 1)  # more where a tile spans two chunks
-    long_tile, short_tile, resident = tiles(rows, rows if few else group, reach)
-    if few:
-        programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
-        launch(short_tile, decode.choose_splits(q.device, programs, resident, keys))
-    elif mixed:
-        launch(long_tile, 1, rows_above=short_tile.tile_m)
-        splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, resident, keys)
-        launch(short_tile, splits, rows_upto=short_tile.tile_m)
+            passes.append(settled(long_tile, 1, rows_above=few_rows))
+        passes.append(settled(short_tile, options.num_splits, rows_upto=few_rows))
     else:
-        launch(long_tile, 1)
+        reach = row_reach(plan.mask, batch)
+        # (A tile that spans two chunks may meet more.)
+        keys = min(_held_keys(k, batch, page_table), reach + batch.max_seqlen_q - 1)
+        long_tile, short_tile, resident = tiles(rows, rows if few else group, reach)
+        if few:
+            programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
+            passes.append(settled(short_tile, decode.choose_splits(q.device, programs, resident, keys)))
+        elif mixed:
+            passes.append(settled(long_tile, 1, rows_above=short_tile.tile_m))
+            splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, resident, keys)
+            passes.append(settled(short_tile, splits, rows_upto=short_tile.tile_m))
+        else:
+            passes.append(settled(long_tile, 1))
+
+    def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
+        for one in passes:
+            one(q, k, v, plan, page_table, options, out, lse)
+
+    return write
 
 
-def _launch(
+def _settle_pass(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, options: Options, out: Tensor,
     lse: Tensor | None, tile: Tile, splits: int, rows_above: int = 0, rows_upto: int = 2**31 - 1,
-) -> None:  # fmt: skip
+) -> _Pass:  # fmt: skip
     """One pass over the sequences with `rows_above < packed rows <= rows_upto`, in `splits` parts."""
-    batch = plan.batch
+    batch, device = plan.batch, q.device
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]
     group = heads // heads_kv
     table = plan.tiles(tile.tile_m, group, tile.tile_n)
     by_sequence = rows_upto <= tile.tile_m
     tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
+    starts = table.starts if by_sequence else None
     # Triton 3.6 miscompiles two products with one row block (wrong rows, wild reads) where their operands pass through
     # registers: loads that cannot be vectorised, and float8 in tiles that fill Hopper's matrix instruction.
     keys8 = k.element_size() == 1
     whole = not (vectorises(k) and vectorises(v)) or (keys8 and tile.tile_m >= 64)
     k_split, v_split = split_head_dim(head_dim, whole), split_head_dim(head_dim_v, whole)
     pairs = _FLOAT8[k.dtype] if keys8 and not whole else None
+    v_strides = strides(v)
     if pairs is not None:  # v's even and odd columns
-        v = v.view(torch.int16)
+        v_strides = strides(v.view(torch.int16))
         v_split = (max(16, split_head_dim(head_dim_v, True)[0] // 2),) * 2
     packed_k = batch.cu_seqlens_k is not None
     page = k.shape[1] if page_table is not None else 0
@@ -415,46 +421,63 @@ def _launch(
     if not packed_k:
         capacity = page_table.shape[1] * page if page_table is not None else k.shape[-3]
 
-    k_in, v_in, k_rows, v_rows = k, v, (0, 0, 0), (0, 0, 0)
-    tma = tile.tma and page == 0 and k.numel() > 0 and (k_split, v_split) == ((head_dim, 0), (head_dim_v, 0))
-    if tma:
+    views = None
+    if tile.tma and page == 0 and k.numel() > 0 and (k_split, v_split) == ((head_dim, 0), (head_dim_v, 0)):
         k_view, v_view = matrix(k), matrix(v)
-        if k_view is None or v_view is None:
-            tma = False
-        else:
-            k_in = TensorDescriptor(k, list(k_view[0]), list(k_view[1]), [tile.tile_n, head_dim])
-            v_in = TensorDescriptor(v, list(v_view[0]), list(v_view[1]), [tile.tile_n, head_dim_v])
-            k_rows, v_rows = k_view[2], v_view[2]
+        if k_view is not None and v_view is not None:
+            views = k_view, v_view
+    tma_rows = (0,) * 6 if views is None else (*views[0][2], *views[1][2])
 
-    to, lse_to, out_split, lse_split, part_rows = out, lse, 0, 0, 0
+    parts = None
+    results = (*strides(out), *lse_strides(lse), 0, 0)
     if splits > 1:
-        part_rows = min(batch.max_seqlen_q, rows_upto // group)
-        shape = (splits, batch.batch_size * part_rows, heads)
-        part = torch.empty(*shape, head_dim_v, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(shape[0], shape[2], shape[1], dtype=torch.float32, device=q.device)
-        to, lse_to, out_split, lse_split = part[0], part_lse[0], part.stride(0), part_lse.stride(0)
+        parts = decode.Parts(splits, batch.batch_size, min(batch.max_seqlen_q, rows_upto // group), heads, head_dim_v)
+        (out_split, out_row, out_head), (lse_split, lse_head) = parts.out_strides, parts.lse_strides
+        results = (0, out_row, out_head, 0, lse_head, out_split, lse_split)
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
-    if q.dtype is torch.bfloat16 and q.device.type == "cpu" and not keys8:
+    if q.dtype is torch.bfloat16 and device.type == "cpu" and not keys8:
         precision = "interpreted bf16"
 
-    _forward_kernel[(tiles * heads_kv, splits)](
-        q, k_in, v_in, to, lse_to, plan.rows, table.ranges, table.index, table.starts if by_sequence else None,
-        batch.cu_seqlens_q, batch.cu_seqlens_k, page_table, options.sinks if splits == 1 else None,
-        options.k_scale, options.v_scale,
-        *strides(q), *strides(k), *strides(v), *strides(to),
-        *lse_strides(lse_to), out_split, lse_split, 0 if page_table is None else page_table.stride(0),
-        *scale_strides(options.k_scale), *scale_strides(options.v_scale), *k_rows, *v_rows,
-        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity, rows_above, rows_upto, part_rows,
+    scalars = (
+        *strides(q), *strides(k), *v_strides, *results,
+        0 if page_table is None else page_table.stride(0),
+        *scale_strides(options.k_scale), *scale_strides(options.v_scale),
+        *tma_rows,
+        batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, capacity, rows_above, rows_upto,
+        0 if parts is None else parts.rows,
         options.scale * LOG2E.value, 1.0 if options.softcap is None else options.softcap,
-        GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
-        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=tma,
-        PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(q.device),
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    if splits > 1:
-        decode.combine(
-            part, part_lse, out, lse, options.sinks, batch, table, tiles, by_sequence, tile.tile_m, group, rows_upto
-        )
+    constants = dict(
+        GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=views is not None,
+        PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
+    )  # fmt: skip
+    grid = (tiles * heads_kv, splits)
+    launch = Launch(_forward_kernel, grid, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
+    combine = None
+    if parts is not None:
+        combine = decode.combine(parts, out, lse, batch, tiles, tile.tile_m, group, rows_upto)
+
+    def run(q, k, v, plan, page_table, options, out, lse):  # type: ignore[no-untyped-def]
+        if views is not None:
+            k, v = (
+                TensorDescriptor(x, list(shape), list(stride), [tile.tile_n, x.shape[-1]])
+                for x, (shape, stride, _) in zip((k, v), views)
+            )
+        elif pairs is not None:
+            v = v.view(torch.int16)
+        to, lse_to, sinks = out, lse, options.sinks
+        if parts is not None:
+            to, lse_to = parts.allocate(device)
+            sinks = None
+        launch(
+            q, k, v, to, lse_to, plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            page_table, sinks, options.k_scale, options.v_scale,
+        )  # fmt: skip
+        if combine is not None:
+            combine(to, lse_to, out, lse, options.sinks, table.index, starts, batch.cu_seqlens_q)
+
+    return run
 
 
 def _held_keys(k: Tensor, batch: Batch, page_table: Tensor | None) -> int:
