@@ -114,7 +114,7 @@ def target_step_ms(target: Any, prompt: Tensor, steps: int) -> float:
 @click.option("--window", default=2048, show_default=True, help="Of the drafter's sliding layers.")
 @click.option("--new-tokens", default=128, show_default=True)
 @click.option("--acceptance", default=4, show_default=True, help="Tokens per pass to set.")
-@click.option("--backend", "backends", multiple=True, default=("triton", "cute"), show_default=True)
+@click.option("--backend", "backends", multiple=True, default=("auto",), show_default=True)
 @click.option("--page-size", default=64, show_default=True)
 @click.option("--attention", default="sdpa", show_default=True, help="The target's attn_implementation; or mmattn.")
 @click.option("--device", default="cuda", show_default=True)

@@ -44,6 +44,11 @@ def window(mask: Mask) -> tuple[int | None, int | None]:
     return mask.window_left, mask.window_left if mirrored else mask.window_right
 
 
+def heads_first(x: Tensor) -> Tensor:
+    """`[B, S, H, D]` as `[B, H, S, D]`, and back."""
+    return x.transpose(1, 2)
+
+
 def needs_gpu(inputs: Inputs) -> None:
     """Raises `CannotRun` on a CPU."""
     if inputs.device.type != "cuda":

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import mmattn
 
-from . import fa4, work
-from .cases import Case, Inputs
-from .peers import CannotRun, Prepared, needs_batched, needs_gpu, window
+from . import fa4, flex, work
+from .cases import Inputs
+from .peers import CannotRun, Prepared, heads_first, needs_batched, needs_gpu
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,6 @@ def _mmattn(inputs: Inputs, *, backend: str) -> Prepared:
     return Prepared(case, call, build)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
-
-
 def _sdpa_dense(inputs: Inputs) -> Prepared:
     case = inputs.case
     needs_batched(case)
@@ -63,7 +59,7 @@ def _sdpa_dense(inputs: Inputs) -> Prepared:
         raise CannotRun("scaled_dot_product_attention has no sinks")
     group = case.heads_q // case.heads_kv
     # Fused kernels take no grouped heads beside a mask: K and V are repeated, outside the timed call.
-    k, v = (_heads_first(x.repeat_interleave(group, dim=2)) for x in (inputs.k, inputs.v))
+    k, v = (heads_first(x.repeat_interleave(group, dim=2)) for x in (inputs.k, inputs.v))
     rows = work.row_intervals(case).to(inputs.device).reshape(len(case.sequences), 1, -1, 2)
     key = torch.arange(case.sequences[0].kv_len, device=inputs.device)
 
@@ -78,7 +74,7 @@ def _sdpa_dense(inputs: Inputs) -> Prepared:
         # Not the math backend on a GPU: it would hold all scores.
         fused = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
         with sdpa_kernel(fused if q.is_cuda else [SDPBackend.MATH]):
-            return _heads_first(F.scaled_dot_product_attention(_heads_first(q), k, v, attn_mask=mask))
+            return heads_first(F.scaled_dot_product_attention(heads_first(q), k, v, attn_mask=mask))
 
     return Prepared(case, call, build)
 
@@ -91,87 +87,16 @@ def _cudnn_causal(inputs: Inputs) -> Prepared:
         raise CannotRun("scaled_dot_product_attention reaches cuDNN's plain causal kernel only: no window, no sinks")
     if any(s.context for s in case.sequences):
         raise CannotRun("scaled_dot_product_attention aligns is_causal to the first key: no context before the rows")
-    k, v = _heads_first(inputs.k), _heads_first(inputs.v)
+    k, v = heads_first(inputs.k), heads_first(inputs.v)
 
     def call(q: Tensor, i: int) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            out = F.scaled_dot_product_attention(_heads_first(q), k, v, is_causal=True, enable_gqa=True)
-        return _heads_first(out)
+            out = F.scaled_dot_product_attention(heads_first(q), k, v, is_causal=True, enable_gqa=True)
+        return heads_first(out)
 
     return Prepared(case, call)
-
-
-def span_ids(case: Case) -> Tensor:
-    """Which span holds each position of a batched case, int32 `[B, S]`, -1 = none."""
-    ids = torch.full((len(case.sequences), case.sequences[0].kv_len), -1, dtype=torch.int32)
-    for b, s in enumerate(case.sequences):
-        for n, (start, end) in enumerate(s.spans):
-            ids[b, start : end + 1] = n
-    return ids
-
-
-def flex_mask_mod(case: Case, ids: Tensor | None) -> Callable:
-    """The mask as a FlexAttention `mask_mod`; `ids` as of `span_ids`, None = no spans."""
-    (left, right), clamp = window(case.mask), case.mask.mm_prefix_clamp
-    context, everything = case.sequences[0].context, case.sequences[0].kv_len
-    left, right = everything if left is None else left, everything if right is None else right
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        q = q + context
-        keep = (q - k <= left) & (k - q <= right)
-        if ids is None:
-            return keep
-        same = (ids[b, q] == ids[b, k]) & (ids[b, q] >= 0)
-        if clamp:
-            same = same & (q - k <= left)
-        return keep | same
-
-    return visible
-
-
-def _flex_functions(inputs: Inputs, backend: str) -> tuple[Callable[[Tensor, Any], Tensor], Callable[[], Any]]:
-    """(attention over a block mask, block mask), compiled on a GPU, once for all providers of a case."""
-    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
-
-    case, k, v, sinks = inputs.case, _heads_first(inputs.k), _heads_first(inputs.v), inputs.sinks
-    batch, shape = len(case.sequences), case.sequences[0]
-    on_gpu = inputs.device.type == "cuda"
-    options: Any = {"BACKEND": backend} if on_gpu else None
-    if "flex mask" not in inputs.shared:
-        create = create_block_mask
-        if on_gpu:
-            torch._dynamo.reset()  # else shapes of earlier cases count against the limit of recompilations
-            create = torch.compile(create_block_mask, dynamic=False)
-        visible = flex_mask_mod(case, span_ids(case).to(inputs.device) if case.has_spans else None)
-        inputs.shared["flex mask"] = lambda: create(
-            visible, batch if batch > 1 else None, None, shape.q_len, shape.kv_len, device=inputs.device
-        )
-
-    def attend(q: Tensor, block_mask: Any) -> Tensor:
-        rest: dict[str, Any] = dict(block_mask=block_mask, enable_gqa=True, kernel_options=options)
-        if sinks is None:
-            return flex_attention(_heads_first(q), k, v, **rest).transpose(1, 2)
-        out, aux = flex_attention(_heads_first(q), k, v, return_aux=AuxRequest(lse=True), **rest)
-        share = torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype))
-        return (out * share[..., None]).to(out.dtype).transpose(1, 2)
-
-    name = f"flex {backend}"
-    if name not in inputs.shared:
-        inputs.shared[name] = torch.compile(attend, dynamic=False, fullgraph=True) if on_gpu else attend
-    return inputs.shared[name], inputs.shared["flex mask"]
-
-
-def _flex(inputs: Inputs, *, backend: str, fresh: bool) -> Prepared:
-    needs_batched(inputs.case)
-    if backend != "TRITON":
-        needs_gpu(inputs)
-    attend, make_mask = _flex_functions(inputs, backend)
-    if fresh:
-        return Prepared(inputs.case, lambda q, i: attend(q, make_mask()))
-    given = make_mask()
-    return Prepared(inputs.case, lambda q, i: attend(q, given), make_mask)
 
 
 def _vllm_triton(inputs: Inputs) -> Prepared:
@@ -235,14 +160,20 @@ PROVIDERS: dict[str, Provider] = {
         Provider("fa4-mask-mod", "FlashAttention-4 with a dense mask_mod", fa4.dense_mask_mod),
         Provider("fa4-split", "virtual-sequence split on FlashAttention-4", fa4.split),
         Provider("fa4-split-kernels", "the same without gathering rows", partial(fa4.split, gather=False)),
-        Provider("flex", "FlexAttention compiled, mask given", partial(_flex, backend="TRITON", fresh=False)),
+        Provider("flex", "FlexAttention compiled, mask given", partial(flex.prepare, backend="TRITON", fresh=False)),
         Provider(
-            "flex-fresh", "FlexAttention compiled, a fresh mask each call", partial(_flex, backend="TRITON", fresh=True)
+            "flex-fresh",
+            "FlexAttention compiled, a fresh mask each call",
+            partial(flex.prepare, backend="TRITON", fresh=True),
         ),
         Provider(
-            "flex-flash", "FlexAttention on its FLASH backend, mask given", partial(_flex, backend="FLASH", fresh=False)
+            "flex-flash",
+            "FlexAttention on its FLASH backend, mask given",
+            partial(flex.prepare, backend="FLASH", fresh=False),
         ),
-        Provider("flex-flash-fresh", "the same, a fresh mask each call", partial(_flex, backend="FLASH", fresh=True)),
+        Provider(
+            "flex-flash-fresh", "the same, a fresh mask each call", partial(flex.prepare, backend="FLASH", fresh=True)
+        ),
         Provider("sdpa-dense", "SDPA with a dense mask", _sdpa_dense),
         Provider("cudnn-causal", "SDPA on cuDNN, plain causal", _cudnn_causal),
         Provider("vllm-triton", "vLLM's Triton kernel", _vllm_triton),

@@ -43,7 +43,7 @@ from .cases import Case, Inputs, make_inputs
 from .gate import Gate, sample_rows
 from .peers import CannotRun, Prepared
 from .providers import CPU_DEFAULT, GPU_DEFAULT, PROVIDERS, Provider
-from .timing import Timing, host_us, interleaved, peaks, sync
+from .timing import Timing, host_us, interleaved, patience, peaks, sync
 from .work import work
 
 Row = dict[str, Any]
@@ -53,7 +53,8 @@ SWEEP_PROVIDERS = ("mmattn", "mmattn-triton", "fa4-native", "fa4-mask-mod", "fa4
 SWEEP_LIMIT = {"fa4-mask-mod": 65536, "flex": 65536, "sdpa-dense": 32768}
 """Longest sequence of the sweep for providers whose time or memory grows with its square."""
 SWEEP_SPARSE = {"flex", "sdpa-dense"}
-"""Providers that compile or allocate per length: every other length only."""
+"""Providers that compile or allocate per length: every other length only, from 2k on. (At 16k Inductor's kernel for the
+block mask, torch 2.11, keeps ptxas busy for minutes.)"""
 
 
 class DeviceLost(RuntimeError):
@@ -112,6 +113,8 @@ class Settings:
     """Sampled rows of the gate."""
     graphs: bool = False
     """Times short calls from CUDA graphs in every case, not only in decode cases."""
+    patience: float | None = None
+    """Seconds that a provider gets for its first result, and for its first mask."""
 
 
 HOST_TIMED = ("mmattn", "fa4-native")
@@ -142,7 +145,7 @@ def run_case(
     for provider in providers:
         note(f"{provider.name}: gate")
         try:
-            ready.append(_gated(provider, inputs, gates, rows))
+            ready.append(_gated(provider, inputs, gates, rows, settings.patience))
         except Exception as e:
             yield _row(case, provider, reason=reason(e))
             _check_alive(device, case, provider)
@@ -171,7 +174,7 @@ def run_case(
         return lambda i: build()
 
     calls = {name: building(build) for name, build in builds.items()}
-    built = interleaved(calls, device, rounds=min(5, settings.rounds))
+    built = interleaved(calls, device, rounds=min(5, settings.rounds), first=settings.patience)
     ours = {name: call for name, call in calls.items() if name.startswith("mmattn")} if on_gpu else {}
     replayed = interleaved(ours, device, rounds=min(5, settings.rounds), graph=True)  # GPU time, without the host's
     for r in ready:
@@ -200,13 +203,21 @@ def run_case(
 
 
 @torch.no_grad()
-def _gated(provider: Provider, inputs: Inputs, gates: dict[Case, Gate], rows: list[tuple[int, int]]) -> _Ready:
-    """The provider, ready and checked: raises where it cannot run the case or gives another answer than the oracle."""
+def _gated(
+    provider: Provider,
+    inputs: Inputs,
+    gates: dict[Case, Gate],
+    rows: list[tuple[int, int]],
+    first_result: float | None = None,
+) -> _Ready:
+    """The provider, ready and checked: raises where it cannot run the case, takes longer than `first_result` seconds, or
+    gives another answer than the oracle."""
     sync(inputs.device)
     begin = time.perf_counter()
-    prepared = provider.prepare(inputs)
-    prepared.call(inputs.q, 0)
-    sync(inputs.device)
+    with patience(first_result):
+        prepared = provider.prepare(inputs)
+        prepared.call(inputs.q, 0)
+        sync(inputs.device)
     first = time.perf_counter() - begin
     if prepared.case not in gates:
         gates[prepared.case] = Gate(prepared.case, inputs, rows)
@@ -275,7 +286,7 @@ def plan_of_run(
             fit = [
                 name
                 for name in chosen
-                if length <= SWEEP_LIMIT.get(name, length) and not (name in SWEEP_SPARSE and n % 2)
+                if length <= SWEEP_LIMIT.get(name, length) and not (name in SWEEP_SPARSE and n % 2 == 0)
             ]
             pairs.append((cases_module.sweep(length), [PROVIDERS[name] for name in fit]))
         return pairs
@@ -337,6 +348,14 @@ class _Greedy(click.Command):
 @click.option("--quick", is_flag=True, help="Fewer samples and gate rows: for a look, not for a result.")
 @click.option("--sweep", is_flag=True, help="One windowed layer with images from 1k to 256k tokens, for plot.py.")
 @click.option("--minutes", type=float, default=None, help="Start no further case after this time.")
+@click.option(
+    "--patience",
+    "seconds",
+    type=float,
+    default=180,
+    show_default=True,
+    help="Seconds to the first result (or mask) after which a provider is left out: some compilers take minutes.",
+)
 @click.option("--list", "listing", is_flag=True, help="Print cases and providers and exit.")
 @click.option("--device", default=None, help="cuda or cpu; default: cuda where there is one. A CPU runs reduced cases.")
 def main(
@@ -346,6 +365,7 @@ def main(
     quick: bool,
     sweep: bool,
     minutes: float | None,
+    seconds: float,
     listing: bool,
     device: str | None,
 ) -> None:
@@ -371,6 +391,7 @@ def main(
         rounds=1 if not on_gpu else 5 if quick else 11,
         rows=64 if quick else 192,
         graphs=sweep,
+        patience=seconds,
     )
     todo = plan_of_run(wanted_cases, wanted_providers, sweep=sweep, reduced=not on_gpu, on_gpu=on_gpu)
     about = environment(where.type)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +17,28 @@ BLOCK_MS = 12.0
 """A block of calls lasts about this long: far above the resolution of events and the cost of a launch."""
 BUDGET_MS = 500.0
 """What one call may take of the GPU over all rounds (but at least three samples)."""
+
+
+@contextlib.contextmanager
+def patience(seconds: float | None) -> Iterator[None]:
+    """Raises `TimeoutError` in a body that takes longer: some compilers take minutes over a kernel.
+
+    By a signal, so only in the main thread of a POSIX system; elsewhere, and with None, without a limit.
+    """
+    if seconds is None or os.name != "posix" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} s (--patience)")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass
@@ -79,7 +105,6 @@ def _captured(block: Callable[[], object]) -> Callable[[], object]:
 def _lane(call: Callable[[int], object], device: torch.device, rotate: int, graph: bool) -> _Lane:
     if device.type != "cuda":
         return _Lane(_repeat(call, 1), 1, False, [])
-    call(0)
     once = _elapsed(device, lambda: call(0))
     count = max(rotate, min(200, max(1, round(BLOCK_MS / max(once, 1e-3)))))
     if graph:
@@ -98,8 +123,10 @@ def interleaved(
     rounds: int,
     rotate: int = 1,
     graph: bool = False,
+    first: float | None = None,
 ) -> dict[str, Timing | Exception]:
-    """Times the calls in turns, a block of each per round. A call that raises gives its exception and no more turns.
+    """Times the calls in turns, a block of each per round. A call that raises gives its exception and no more turns,
+    one whose first time takes longer than `first` seconds a `TimeoutError`.
 
     Each call gets a running number, to choose among `rotate` buffers. With `graph` the blocks are captured as CUDA
     graphs where that works, as serving code runs short calls; `Timing.graph` says whether it did.
@@ -108,6 +135,9 @@ def interleaved(
     failures: dict[str, Exception] = {}
     for name, call in calls.items():
         try:
+            with patience(first):
+                call(0)
+                sync(device)
             lanes[name] = _lane(call, device, rotate, graph)
             if device.type == "cuda":
                 _elapsed(device, lanes[name].block)  # warm, also the graph

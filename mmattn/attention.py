@@ -86,7 +86,7 @@ def attention(
     kind = forward = None
     if given is not None and len(batch_args) == ("page_table" in batch_args) and not debugging():
         facts = (q, k, v, batch_args.get("page_table"), sinks, k_scale, v_scale, out, scale, softcap, num_splits)
-        kind = (backend, return_lse, torch.is_grad_enabled(), *map(_kind, facts))
+        kind = (backend, return_lse, torch.is_grad_enabled(), *[None if x is None else _kind(x) for x in facts])
         forward = given.forwards.get(kind)
     if given is not None and forward is not None:  # a call like one before with this plan: checked, its kernel is ready
         the_plan, page_table = given, batch_args.get("page_table")
@@ -323,9 +323,11 @@ def _options(
 
 def _kind(x: Any) -> Any:
     """What a kernel may be chosen and compiled by: all of a tensor but its values. Calls of one kind need one check."""
+    if type(x) in (int, float):
+        return x
     if isinstance(x, Tensor):
         return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.requires_grad
-    return x if x is None or type(x) in (int, float) else object()  # what is wrong here is of no kind seen before
+    return object()  # whatever it is, it is of no kind seen before
 
 
 def _kv_scale(name: str, x: Any, batch_size: int, heads_kv: int, device: torch.device) -> Tensor:

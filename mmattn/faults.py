@@ -12,7 +12,6 @@ so `attention(q, k, v, inject(plan, name))` shows it on every backend.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -161,10 +160,8 @@ def inject(plan: Plan, name: str) -> Plan:
     if name not in FAULTS:
         raise ValueError(f"fault must be one of {', '.join(FAULTS)}, got {name!r}")
     batch = plan.batch
-    faulty = copy.copy(plan)
-    faulty._tiles = {}
     if batch.total_q == 0 or batch.batch_size == 0:
-        return faulty
+        return plan.with_rows(plan.rows)
     offsets = batch.row_offsets()
     row = torch.arange(batch.total_q, device=batch.device)
     owned = (row[:, None] >= offsets[:-1]) & (row[:, None] < offsets[1:])  # [total_q, batch_size]
@@ -174,8 +171,7 @@ def inject(plan: Plan, name: str) -> Plan:
     lo = torch.maximum(lo, batch.first_keys()[seq]) - kv_start
     hi = torch.minimum(hi + 1 - kv_start, batch.kv_lens()[seq])
     nothing = ~owned.any(1) | (lo >= hi)
-    faulty.rows = torch.stack([lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)], dim=1).to(torch.int32)
-    return faulty
+    return plan.with_rows(torch.stack([lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)], dim=1).to(torch.int32))
 
 
 def _rows(mask: Mask, batch: Batch, seq: Tensor, local: Tensor) -> _Rows:

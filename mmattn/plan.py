@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -101,6 +102,12 @@ class Plan:
     def __post_init__(self) -> None:
         self.batch.check_mask(self.mask)
         self.rows = self.lowering.row_intervals(self.mask, self.batch)
+
+    def with_rows(self, rows: Tensor) -> Plan:
+        """This plan with other row intervals, int32 `[total_q, 2]`; nothing that came from the old ones is kept."""
+        other = copy.copy(self)
+        other.rows, other._tiles, other.forwards = rows, {}, {}
+        return other
 
     def remember(self, kind: Hashable, forward: Any) -> None:
         """Keeps what runs a kind of call."""

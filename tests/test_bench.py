@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 import mmattn
-from bench import cases, fa4, gate, plot, providers, targets, timing
+from bench import cases, fa4, flex, gate, plot, providers, targets, timing
 from bench import run as bench_run
 from bench.cases import Case, Sequence, make, make_inputs, names
 from bench.compare import load, verdict
@@ -164,6 +164,26 @@ def test_providers_pass_the_gate(name: str, provider: str) -> None:
     ready = bench_run._gated(providers.PROVIDERS[provider], inputs, {}, gate.sample_rows(case, 64))
     assert 0 <= ready.first["max_error"] < (2e-3 if case.float8 else 1e-4)
     assert ready.prepared.case == case
+
+
+@pytest.mark.parametrize("name", ["W1", "W1n", "W3", "W4", "W9", "W10", "W12"])
+def test_flex_gets_the_block_mask_that_it_would_make(name: str) -> None:
+    """On a CPU FlexAttention looks at the mask_mod only, so that the gate would not see a wrong block."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    inputs = inputs_of(make(name, reduced=True))
+    case, shape = inputs.case, inputs.case.sequences[0]
+    visible = flex.mask_mod(case, flex.span_ids(case) if case.has_spans else None)
+    given = flex.block_mask(inputs, visible)
+    made = create_block_mask(visible, len(case.sequences), None, shape.q_len, shape.kv_len, device="cpu")
+    assert torch.equal(given.to_dense(), made.to_dense().expand_as(given.to_dense()))
+    # Where the last block of rows is not whole, its blocks are full for one and masked for the other.
+    whole = shape.q_len // flex.BLOCK
+    for mine, theirs in (
+        (given.kv_num_blocks, made.kv_num_blocks),
+        (given.full_kv_num_blocks, made.full_kv_num_blocks),
+    ):
+        assert torch.equal(mine[..., :whole], theirs[..., :whole].expand_as(mine[..., :whole]))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1 is not set")
@@ -337,6 +357,19 @@ def test_a_failing_call_costs_only_its_own_timing() -> None:
     fine = times["fine"]
     assert isinstance(fine, timing.Timing) and fine.samples == 5 and fine.ms >= 0
     assert calls
+
+
+def test_a_provider_that_is_not_ready_in_time_is_left_out() -> None:
+    calls = []
+    slow = {"slow": lambda i: time.sleep(5), "fine": calls.append}
+    begin = time.perf_counter()
+    times = timing.interleaved(slow, CPU, rounds=2, first=0.2)
+    assert time.perf_counter() - begin < 3
+    assert isinstance(times["slow"], TimeoutError) and "0.2 s" in str(times["slow"])
+    assert isinstance(times["fine"], timing.Timing) and calls
+    with timing.patience(0.05):
+        pass
+    time.sleep(0.1)  # no alarm is left behind
 
 
 def test_run_writes_rows(tmp_path: Path) -> None:

@@ -129,10 +129,13 @@ def test_a_fault_of_another_feature_changes_nothing(case: str, device: torch.dev
 
 def test_inject_leaves_the_plan_alone(device: torch.device) -> None:
     right = plan(Mask.sliding_window(3), max_seqlen_q=9, max_seqlen_k=9, device=device)
+    x = torch.zeros(1, 9, 2, 64, dtype=torch.float16, device=device)
+    attention(x, x, x, right)
     rows, tiles = right.rows.clone(), right.tiles(16, 1, 16)
     faulty = inject(right, "window-off-by-one")
     assert not torch.equal(faulty.rows, rows) and torch.equal(right.rows, rows)
     assert right.tiles(16, 1, 16) is tiles and faulty.tiles(16, 1, 16) is not tiles
+    assert right.forwards and not faulty.forwards, "nothing settled for the right rows may run the wrong ones"
 
 
 def test_unknown_fault() -> None:
