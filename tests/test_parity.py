@@ -75,3 +75,28 @@ def test_parity_of_the_public_interface(name: str, device: torch.device, monkeyp
         run_case(BY_NAME[name].grown(), "cute", device)
     finally:
         dispatch.choose.cache_clear()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "name", ["packed-spans-window-long", "batched-spans-clamped", "strided-window", "packed-full", "softcap-packed"]
+)
+def test_parity_of_hopper_tiles(name: str, ahead: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tall tiles whose K and V come through tensor descriptors, with and without scores one block ahead."""
+    from mmattn.triton import config, forward
+
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("tensor descriptors need compute capability 9.0")
+    table = {key: tile._replace(ahead=ahead) for key, tile in config._HOPPER.items() if tile.tma}
+    monkeypatch.setitem(config._TABLES, "sm90", config._HOPPER | table)
+    monkeypatch.setattr(forward, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(forward, "FEW_ROWS", 0)  # else short sequences take the split path
+    launched = []
+    launch = forward.Launch
+    monkeypatch.setattr(forward, "Launch", lambda *a, **kw: (launched.append(a[3]), launch(*a, **kw))[1])
+    forward._tiles.cache_clear()
+    try:
+        run_case(BY_NAME[name].grown(), "triton", device)
+    finally:
+        forward._tiles.cache_clear()
+    assert any(constants["TMA"] and constants["AHEAD"] == ahead for constants in launched)

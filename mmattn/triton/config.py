@@ -14,13 +14,15 @@ from ..batch import capability
 
 
 class Tile(NamedTuple):
-    """Packed query rows, keys, warps, pipeline stages, and whether host TMA descriptors load K and V."""
+    """Packed query rows, keys, warps, pipeline stages, whether host TMA descriptors load K and V, and whether their blocks'
+    scores are then computed one block ahead."""
 
     tile_m: int
     tile_n: int
     warps: int
     stages: int
     tma: bool = False
+    ahead: bool = False
 
 
 _T = TypeVar("_T")
@@ -99,7 +101,7 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
     tile = _entry(_TABLES[arch], head_dim, size)
     rows = _tile_rows(packed_rows, tile.tile_m)
     # Fewer than 64 rows do not fill the matrix instruction of more than 4 warps.
-    return tile if rows == tile.tile_m else tile._replace(tile_m=rows, warps=4, tma=False)
+    return tile if rows == tile.tile_m else tile._replace(tile_m=rows, warps=4, tma=False, ahead=False)
 
 
 # Few rows: what counts is bytes in flight, so several programs share a multiprocessor.

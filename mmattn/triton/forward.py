@@ -109,65 +109,109 @@ def _byte(pairs, BYTE: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _scores(
+    q, q_tail, block, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
+    D: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """q times the keys of one block."""
+    n = block * TILE_N
+    kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride, D, 0, K_HEAD, TILE_N, PAGE, TMA, EDGE)
+    s = _dot(q, kt.to(q.dtype).T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
+    if K_TAIL > 0:
+        kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride,
+                   D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
+        s = _dot(q_tail, kt.to(q.dtype).T, s, PRECISION)
+    return s
+
+
+@triton.jit
+def _gather(
+    acc, acc_tail, total, top, s, q, lo, hi, block, first, end,
+    v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
+    DV: tl.constexpr, V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the scores of one block in base 2, and its values. V may come in float8 pairs; see `_byte`."""
+    keys = tl.arange(0, TILE_N)
+    n = block * TILE_N
+    V_COLUMNS: tl.constexpr = DV if PAIRS is None else DV // 2
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where exp gives inf or 0.
+        s = cap * LOG2E * (1 - 2 / (1 + tl.exp2(s * (scale * 2 / cap))))
+    if EDGE:
+        if not SOFTCAP:
+            s = s * scale
+        key = n + keys[None, :]
+        s = tl.where((key >= lo[:, None]) & (key < hi[:, None]), s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - base[:, None])
+        alpha = tl.exp2(top - base)
+    elif SOFTCAP:
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - new_top[:, None])
+        alpha = tl.exp2(top - new_top)
+    else:
+        new_top = tl.maximum(top, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - new_top[:, None])
+        alpha = tl.exp2(top - new_top)
+    total = total * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
+               V_COLUMNS, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
+    if TMA and EDGE:  # TMA loads whole blocks; 0 * NaN from a slot that no row needs would be NaN
+        needed = (n + keys >= first) & (n + keys < end)
+        vt = tl.where(needed[:, None], vt, 0)
+    p = p.to(q.dtype)
+    acc = _dot(p, vt.to(q.dtype) if PAIRS is None else _byte(vt, 0, PAIRS, PTX), acc, PRECISION)
+    if V_TAIL > 0:
+        acc_tail = acc_tail * alpha[:, None]
+        if PAIRS is None:
+            vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
+                       V_COLUMNS, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE).to(q.dtype)  # fmt: skip
+        else:
+            vt = _byte(vt, 1, PAIRS, PTX)
+        acc_tail = _dot(p, vt, acc_tail, PRECISION)
+    return acc, acc_tail, total, new_top
+
+
+@triton.jit
 def _walk(
     acc, acc_tail, total, top, q, q_tail, lo, hi, begin, stop, first, end,
     k, v, k_row, k_col, v_row, v_col, pages, k_page_stride, k_stride, v_page_stride, v_stride, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
-    PTX: tl.constexpr, EDGE: tl.constexpr,
+    PTX: tl.constexpr, EDGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One run of key blocks `begin..stop`: online softmax in base 2. V may come in float8 pairs; see `_byte`."""
-    keys = tl.arange(0, TILE_N)
-    V_COLUMNS: tl.constexpr = DV if PAIRS is None else DV // 2
-    for block in tl.range(begin, stop):
-        n = block * TILE_N
-        kt = _load(
-            k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride, D, 0, K_HEAD, TILE_N, PAGE, TMA, EDGE
-        )
-        s = _dot(q, kt.to(q.dtype).T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
-        if K_TAIL > 0:
-            kt = _load(k, k_row, k_col, n, first, end, pages, k_page_stride, k_stride,
-                       D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
-            s = _dot(q_tail, kt.to(q.dtype).T, s, PRECISION)
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2x)): right at both ends, where exp gives inf or 0.
-            s = cap * LOG2E * (1 - 2 / (1 + tl.exp2(s * (scale * 2 / cap))))
-        if EDGE:
-            if not SOFTCAP:
-                s = s * scale
-            key = n + keys[None, :]
-            s = tl.where((key >= lo[:, None]) & (key < hi[:, None]), s, float("-inf"))
-            new_top = tl.maximum(top, tl.max(s, 1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(s - base[:, None])
-            alpha = tl.exp2(top - base)
-        elif SOFTCAP:
-            new_top = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - new_top[:, None])
-            alpha = tl.exp2(top - new_top)
-        else:
-            new_top = tl.maximum(top, tl.max(s, 1) * scale)
-            p = tl.exp2(s * scale - new_top[:, None])
-            alpha = tl.exp2(top - new_top)
-        top = new_top
-        total = total * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
-                   V_COLUMNS, 0, V_HEAD, TILE_N, PAGE, TMA, EDGE)  # fmt: skip
-        if TMA and EDGE:  # TMA loads whole blocks; 0 * NaN from a slot that no row needs would be NaN
-            needed = (n + keys >= first) & (n + keys < end)
-            vt = tl.where(needed[:, None], vt, 0)
-        p = p.to(q.dtype)
-        acc = _dot(p, vt.to(q.dtype) if PAIRS is None else _byte(vt, 0, PAIRS, PTX), acc, PRECISION)
-        if V_TAIL > 0:
-            acc_tail = acc_tail * alpha[:, None]
-            if PAIRS is None:
-                vt = _load(v, v_row, v_col, n, first, end, pages, v_page_stride, v_stride,
-                           V_COLUMNS, V_HEAD, V_TAIL, TILE_N, PAGE, TMA, EDGE).to(q.dtype)  # fmt: skip
-            else:
-                vt = _byte(vt, 1, PAIRS, PTX)
-            acc_tail = _dot(p, vt, acc_tail, PRECISION)
+    """One run of key blocks `begin..stop`. With AHEAD the scores of a block are computed beside the softmax of the block
+    before it: Hopper's tensor cores work in the background."""
+    if AHEAD:
+        if begin < stop:
+            s = _scores(q, q_tail, begin, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
+                        D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
+            for block in tl.range(begin, stop - 1):
+                s_next = _scores(q, q_tail, block + 1, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
+                                 D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
+                acc, acc_tail, total, top = _gather(
+                    acc, acc_tail, total, top, s, q, lo, hi, block, first, end,
+                    v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
+                    DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
+                s = s_next
+            acc, acc_tail, total, top = _gather(
+                acc, acc_tail, total, top, s, q, lo, hi, stop - 1, first, end,
+                v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
+                DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
+    else:
+        for block in tl.range(begin, stop):
+            s = _scores(q, q_tail, block, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
+                        D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
+            acc, acc_tail, total, top = _gather(
+                acc, acc_tail, total, top, s, q, lo, hi, block, first, end,
+                v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
+                DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
     return acc, acc_tail, total, top
 
 
@@ -185,7 +229,7 @@ def _forward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, KEYS8: tl.constexpr,
-    PAIRS: tl.constexpr, PTX: tl.constexpr,
+    PAIRS: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, splits). With SPLIT, split s covers its share of the tile's key blocks and writes a
     partial result to `out + s * out_split` and `lse + s * lse_split`, where each sequence has `part_rows` rows; see
@@ -304,15 +348,15 @@ def _forward_kernel(
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b0, b1, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True, False)  # fmt: skip
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b1, b2, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, False)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, False, AHEAD)  # fmt: skip
     acc, acc_tail, total, top = _walk(
         acc, acc_tail, total, top, qh, qt, lo, hi, b2, b3, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True, False)  # fmt: skip
 
     if sinks is not None:  # one more logit in the denominator, without a value
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
@@ -451,6 +495,7 @@ def _settle_pass(
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
         TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=views is not None,
         PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
+        AHEAD=tile.ahead and views is not None,
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
     launch = Launch(_forward_kernel, grid, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
