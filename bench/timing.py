@@ -161,7 +161,7 @@ def interleaved(
     return results
 
 
-def host_us(call: Callable[[int], object], device: torch.device, calls: int = 20) -> float:
+def host_us(call: Callable[[int], object], device: torch.device, calls: int = 50) -> float:
     """Median host time of a call in microseconds, while the device still works on those before it."""
     samples = []
     sync(device)

@@ -402,6 +402,13 @@ def test_run_writes_rows(tmp_path: Path) -> None:
             assert ("gb_s" in row) == (row["case"] == "W8b")
 
 
+def test_every_usable_backend_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(mmattn, "attention", lambda *a, backend: seen.append(backend))
+    bench_run.start_backends(CPU)
+    assert seen == (["triton", "torch"] if INTERPRETED else ["torch"])
+
+
 def test_host_time_is_that_of_one_call() -> None:
     seen: list[int] = []
     assert 900 <= timing.host_us(lambda i: (seen.append(i), time.sleep(1e-3)), torch.device("cpu"), calls=5) < 5000
