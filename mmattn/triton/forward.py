@@ -179,40 +179,25 @@ def _gather(
 
 @triton.jit
 def _walk(
-    acc, acc_tail, total, top, q, q_tail, lo, hi, begin, stop, first, end,
+    acc, acc_tail, total, top, s, q, q_tail, lo, hi, begin, stop, first, end,
     k, v, k_row, k_col, v_row, v_col, pages, k_page_stride, k_stride, v_page_stride, v_stride, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
     V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_N: tl.constexpr, PAGE: tl.constexpr,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
     PTX: tl.constexpr, EDGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One run of key blocks `begin..stop`. With AHEAD the scores of a block are computed beside the softmax of the block
-    before it: Hopper's tensor cores work in the background."""
-    if AHEAD:
-        if begin < stop:
-            s = _scores(q, q_tail, begin, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
-                        D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
-            for block in tl.range(begin, stop - 1):
-                s_next = _scores(q, q_tail, block + 1, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
-                                 D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
-                acc, acc_tail, total, top = _gather(
-                    acc, acc_tail, total, top, s, q, lo, hi, block, first, end,
-                    v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
-                    DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
-                s = s_next
-            acc, acc_tail, total, top = _gather(
-                acc, acc_tail, total, top, s, q, lo, hi, stop - 1, first, end,
-                v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
-                DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
-    else:
-        for block in tl.range(begin, stop):
-            s = _scores(q, q_tail, block, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
-                        D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
-            acc, acc_tail, total, top = _gather(
-                acc, acc_tail, total, top, s, q, lo, hi, block, first, end,
-                v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
-                DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
-    return acc, acc_tail, total, top
+    """One run of key blocks `begin..stop`. With AHEAD `s` comes in as the scores of the first block, and those of the next
+    one are computed beside each softmax, also of the block behind the run: Hopper's tensor cores work in the background."""
+    for block in tl.range(begin, stop):
+        now = _scores(q, q_tail, block + 1 if AHEAD else block, first, end, k, k_row, k_col, pages, k_page_stride, k_stride,
+                      D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, EDGE)  # fmt: skip
+        acc, acc_tail, total, top = _gather(
+            acc, acc_tail, total, top, s if AHEAD else now, q, lo, hi, block, first, end,
+            v, v_row, v_col, pages, v_page_stride, v_stride, scale, cap,
+            DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, EDGE)  # fmt: skip
+        if AHEAD:
+            s = now
+    return acc, acc_tail, total, top, s
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "total_q", "heads_kv", "batch_size", "capacity", "page_table_stride",
@@ -345,18 +330,31 @@ def _forward_kernel(
     acc_tail = tl.zeros([TILE_M, V_TAIL if V_TAIL > 0 else 16], tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    acc, acc_tail, total, top = _walk(
-        acc, acc_tail, total, top, qh, qt, lo, hi, b0, b1, first, end,
+    s = total
+    edge, full, last = b1, b2, b3
+    if AHEAD:  # the last block has none behind it
+        last = b3 - 1
+        edge, full = tl.minimum(b1, last), tl.minimum(b2, last)
+        s = _scores(qh, qt, b0, first, end, k, k_row, k_col, pages, k_batch, k_stride,
+                    D, K_HEAD, K_TAIL, TILE_N, PAGE, TMA, PRECISION, True)  # fmt: skip
+    acc, acc_tail, total, top, s = _walk(
+        acc, acc_tail, total, top, s, qh, qt, lo, hi, b0, edge, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True, False)  # fmt: skip
-    acc, acc_tail, total, top = _walk(
-        acc, acc_tail, total, top, qh, qt, lo, hi, b1, b2, first, end,
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True, AHEAD)  # fmt: skip
+    acc, acc_tail, total, top, s = _walk(
+        acc, acc_tail, total, top, s, qh, qt, lo, hi, b1, full, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
         D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, False, AHEAD)  # fmt: skip
-    acc, acc_tail, total, top = _walk(
-        acc, acc_tail, total, top, qh, qt, lo, hi, b2, b3, first, end,
+    acc, acc_tail, total, top, s = _walk(
+        acc, acc_tail, total, top, s, qh, qt, lo, hi, b2, last, first, end,
         k, v, k_row, k_col, v_row, v_col, pages, k_batch, k_stride, v_batch, v_stride, scale, cap,
-        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True, False)  # fmt: skip
+        D, DV, K_HEAD, K_TAIL, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True, AHEAD)  # fmt: skip
+    if AHEAD:
+        if b0 < b3:
+            acc, acc_tail, total, top = _gather(
+                acc, acc_tail, total, top, s, qh, lo, hi, last, first, end,
+                v, v_row, v_col, pages, v_batch, v_stride, scale, cap,
+                DV, V_HEAD, V_TAIL, TILE_N, PAGE, SOFTCAP, TMA, PRECISION, PAIRS, PTX, True)  # fmt: skip
 
     if sinks is not None:  # one more logit in the denominator, without a value
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
