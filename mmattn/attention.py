@@ -83,15 +83,18 @@ def attention(
         UnsupportedError: no backend can run the call; lists each with every reason.
     """
     given = mask if isinstance(mask, Plan) else None
-    kind = forward = None
-    if given is not None and len(batch_args) == ("page_table" in batch_args) and not debugging():
+    kind = known = None
+    if given is not None and len(batch_args) == ("page_table" in batch_args) and not given.debug:
         facts = (q, k, v, batch_args.get("page_table"), sinks, k_scale, v_scale, out, scale, softcap, num_splits)
         kind = (backend, return_lse, torch.is_grad_enabled(), *[None if x is None else _kind(x) for x in facts])
-        forward = given.forwards.get(kind)
-    if given is not None and forward is not None:  # a call like one before with this plan: checked, its kernel is ready
+        known = given.forwards.get(kind)
+    if given is not None and known is not None:  # a call like one before with this plan: checked, its kernel is ready
+        forward, options = known
         the_plan, page_table = given, batch_args.get("page_table")
         if page_table is None:
             page_table = given.batch.page_table
+        if options is None:
+            options = _options(q, k, given.batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
     else:
         plain_mask, batch = _resolve(q, k, mask, batch_args)
         call = _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
@@ -100,9 +103,10 @@ def attention(
         page_table = batch.page_table
         if page_table is not None and debugging():
             batch.check_pages(k.shape[1], k.shape[0], the_plan.rows)
+        options = _options(q, k, batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
         if kind is not None:
-            the_plan.remember(kind, forward)
-    options = _options(q, k, the_plan.batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
+            holds_tensors = sinks is not None or k_scale is not None or v_scale is not None
+            the_plan.remember(kind, forward, None if holds_tensors else options)
     result, lse = forward(q, k, v, the_plan, page_table, options=options, out=out, with_lse=return_lse)
     return (result, lse) if return_lse else result
 

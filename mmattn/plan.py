@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .batch import Batch
+from .batch import Batch, debugging
 from .mask import Mask
 
 NO_SPAN = -1
@@ -96,11 +96,15 @@ class Plan:
     rows: Tensor = field(init=False)
     """int32 `[total_q, 2]`: half-open interval of key indices (0 = the sequence's first key slot); (0, 0) is empty."""
     forwards: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
-    """Kind of call -> the `dispatch.Forward` that ran the first of its kind; see `attention()`."""
+    """Kind of call -> the `dispatch.Forward` that ran the first of its kind, and its `Options` unless they hold tensors;
+    see `attention()`."""
+    debug: bool = field(init=False, repr=False)
+    """Whether every call is to be checked, also on the device: `MMATTN_DEBUG` when the plan was made."""
     _tiles: dict[tuple[int, int, int], TileTable] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch.check_mask(self.mask)
+        self.debug = debugging()
         self.rows = self.lowering.row_intervals(self.mask, self.batch)
 
     def with_rows(self, rows: Tensor) -> Plan:
@@ -109,11 +113,11 @@ class Plan:
         other.rows, other._tiles, other.forwards = rows, {}, {}
         return other
 
-    def remember(self, kind: Hashable, forward: Any) -> None:
+    def remember(self, kind: Hashable, forward: Any, options: Options | None) -> None:
         """Keeps what runs a kind of call."""
         if len(self.forwards) >= KINDS:
             self.forwards.clear()
-        self.forwards[kind] = forward
+        self.forwards[kind] = forward, options
 
     @property
     def tile_shapes(self) -> tuple[tuple[int, int, int], ...]:

@@ -98,8 +98,10 @@ def test_a_call_of_a_known_kind_is_not_checked_again(device: torch.device, monke
         attention(x, x, x, the_plan)
     assert len(checked) == 1
     monkeypatch.setenv("MMATTN_DEBUG", "1")
-    attention(x, x, x, the_plan)
-    assert len(checked) == 2
+    the_plan = plan(MASK, q=x, k=x)
+    for _ in range(3):
+        attention(x, x, x, the_plan)
+    assert len(checked) == 4, "a plan made under MMATTN_DEBUG=1 trusts no call"
 
 
 WRONG = {
