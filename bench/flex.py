@@ -93,10 +93,10 @@ def _functions(inputs: Inputs, backend: str) -> tuple[Callable, Callable[[Tensor
     def attend(q: Tensor, mask: Any) -> Tensor:
         rest: dict[str, Any] = dict(block_mask=mask, enable_gqa=True, kernel_options=options)
         if sinks is None:
-            return flex_attention(heads_first(q), k, v, **rest).transpose(1, 2)
+            return heads_first(flex_attention(heads_first(q), k, v, **rest))
         out, aux = flex_attention(heads_first(q), k, v, return_aux=AuxRequest(lse=True), **rest)
         share = torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse.dtype))
-        return (out * share[..., None]).to(out.dtype).transpose(1, 2)
+        return heads_first((out * share[..., None]).to(out.dtype))
 
     name = f"flex {backend}"
     if name not in inputs.shared:

@@ -93,20 +93,18 @@ def attention(
         the_plan, page_table = given, batch_args.get("page_table")
         if page_table is None:
             page_table = given.batch.page_table
-        if options is None:
-            options = _options(q, k, given.batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
     else:
         plain_mask, batch = _resolve(q, k, mask, batch_args)
         call = _check(q, k, v, plain_mask, batch, scale, softcap, sinks, k_scale, v_scale, num_splits, out)
-        forward = dispatch.choose(call, backend)()
+        forward, options = dispatch.choose(call, backend)(), None
         the_plan = given or Plan(plain_mask, batch, dispatch.lowering(q.device.type))
         page_table = batch.page_table
         if page_table is not None and debugging():
             batch.check_pages(k.shape[1], k.shape[0], the_plan.rows)
-        options = _options(q, k, batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
-        if kind is not None:
-            holds_tensors = sinks is not None or k_scale is not None or v_scale is not None
-            the_plan.remember(kind, forward, None if holds_tensors else options)
+    if options is None:
+        options = _options(q, k, the_plan.batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
+    if kind is not None and known is None:
+        the_plan.remember(kind, forward, options)
     result, lse = forward(q, k, v, the_plan, page_table, options=options, out=out, with_lse=return_lse)
     return (result, lse) if return_lse else result
 

@@ -52,6 +52,11 @@ class Options:
     v_scale: Tensor | None = None
     num_splits: int | None = None
 
+    @property
+    def holds_tensors(self) -> bool:
+        """Whether they are of one call only."""
+        return self.sinks is not None or self.k_scale is not None or self.v_scale is not None
+
 
 class Write(Protocol):
     """Writes attention of q over k and v under a plan into `out` and, if given, `lse`; layouts as of `dispatch.Forward`."""
@@ -113,11 +118,11 @@ class Plan:
         other.rows, other._tiles, other.forwards = rows, {}, {}
         return other
 
-    def remember(self, kind: Hashable, forward: Any, options: Options | None) -> None:
+    def remember(self, kind: Hashable, forward: Any, options: Options) -> None:
         """Keeps what runs a kind of call."""
         if len(self.forwards) >= KINDS:
             self.forwards.clear()
-        self.forwards[kind] = forward, options
+        self.forwards[kind] = forward, None if options.holds_tensors else options
 
     @property
     def tile_shapes(self) -> tuple[tuple[int, int, int], ...]:

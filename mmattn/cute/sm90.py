@@ -112,7 +112,7 @@ def settle(
         lse is not None,
     )
     kernel = compiled(variant)
-    table = plan.tiles(tile.m, group, tile.n)
+    table, intervals = plan.tiles(tile.m, group, tile.n), plan.rows
     cu_seqlens_k = batch.cu_seqlens_k if packed_k else None
 
     def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
@@ -131,7 +131,7 @@ def settle(
             cu_seqlens_k,
             page_table,
             kernel_sinks(options.sinks),
-            plan.rows,
+            intervals,
             table.ranges,
             options.softcap,
         )

@@ -27,7 +27,7 @@ from .layout import lse_strides, matrix, scale_strides, strides, vectorises
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-_Pass = Callable[[Tensor, Tensor, Tensor, Plan, Tensor | None, Options, Tensor, Tensor | None], None]
+_Pass = Callable[[Tensor, Tensor, Tensor, Tensor | None, Options, Tensor, Tensor | None], None]
 _FLOAT8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -330,7 +330,7 @@ def _forward_kernel(
     acc_tail = tl.zeros([TILE_M, V_TAIL if V_TAIL > 0 else 16], tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    s = total
+    s = total  # stands for scores where none are computed ahead
     edge, full, last = b1, b2, b3
     if AHEAD:  # the last block has none behind it
         last = b3 - 1
@@ -430,7 +430,7 @@ def settle(
 
     def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
         for one in passes:
-            one(q, k, v, plan, page_table, options, out, lse)
+            one(q, k, v, page_table, options, out, lse)
 
     return write
 
@@ -443,7 +443,7 @@ def _settle_pass(
     batch, device = plan.batch, q.device
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]
     group = heads // heads_kv
-    table = plan.tiles(tile.tile_m, group, tile.tile_n)
+    table, intervals = plan.tiles(tile.tile_m, group, tile.tile_n), plan.rows
     by_sequence = rows_upto <= tile.tile_m
     tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
     starts = table.starts if by_sequence else None
@@ -501,7 +501,7 @@ def _settle_pass(
     if parts is not None:
         combine = decode.combine(parts, out, lse, batch, tiles, tile.tile_m, group, rows_upto)
 
-    def run(q, k, v, plan, page_table, options, out, lse):  # type: ignore[no-untyped-def]
+    def run(q, k, v, page_table, options, out, lse):  # type: ignore[no-untyped-def]
         if views is not None:
             k, v = (
                 TensorDescriptor(x, list(shape), list(stride), [tile.tile_n, x.shape[-1]])
@@ -514,7 +514,7 @@ def _settle_pass(
             to, lse_to = parts.allocate(device)
             sinks = None
         launch(
-            q, k, v, to, lse_to, plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k,
+            q, k, v, to, lse_to, intervals, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k,
             page_table, sinks, options.k_scale, options.v_scale,
         )  # fmt: skip
         if combine is not None:
