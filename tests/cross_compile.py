@@ -190,7 +190,10 @@ def main(names: list[str]) -> None:
             for each in launches:
                 done = compile_launch(each, target)
                 uses_tma = any(isinstance(x, TensorDescriptor) for x in each[1])
-                print(json.dumps(dict(target=name, job=job, limit=limit, tma=uses_tma, **done)), flush=True)
+                ahead = bool(each[2].get("AHEAD"))
+                print(
+                    json.dumps(dict(target=name, job=job, limit=limit, tma=uses_tma, ahead=ahead, **done)), flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from ..batch import capability
 
 
 class Tile(NamedTuple):
-    """Packed query rows, keys, warps, pipeline stages, whether host TMA descriptors load K and V, and whether their blocks'
-    scores are then computed one block ahead."""
+    """Packed query rows, keys, warps, pipeline stages, whether host TMA descriptors load K and V, and whether q then stays in
+    registers and scores are computed one block ahead."""
 
     tile_m: int
     tile_n: int
@@ -30,8 +30,8 @@ _Table = dict[tuple[int, int], Tile]
 
 # 227 KiB of shared memory, wgmma.
 _HOPPER: _Table = {
-    (64, 2): Tile(128, 64, 4, 3, tma=True),
-    (128, 2): Tile(64, 64, 4, 3, tma=True),
+    (64, 2): Tile(64, 64, 4, 3, tma=True),
+    (128, 2): Tile(64, 64, 4, 3, tma=True, ahead=True),
     (256, 2): Tile(128, 64, 8, 2, tma=True),
     (512, 2): Tile(64, 32, 8, 2, tma=True),
     (64, 4): Tile(64, 32, 4, 2),

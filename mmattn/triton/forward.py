@@ -332,7 +332,11 @@ def _forward_kernel(
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     s = total  # stands for scores where none are computed ahead
     edge, full, last = b1, b2, b3
-    if AHEAD:  # the last block has none behind it
+    if AHEAD:
+        # Shared memory has no room for q in two programs. Triton puts the left side of a product there if it comes straight
+        # from a load; this one does not, so it stays in registers.
+        qh = tl.where(exists[:, None], qh, 0.0)
+        # The last block has none behind it.
         last = b3 - 1
         edge, full = tl.minimum(b1, last), tl.minimum(b2, last)
         s = _scores(qh, qt, b0, first, end, k, k_row, k_col, pages, k_batch, k_stride,
