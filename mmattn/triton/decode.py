@@ -51,7 +51,7 @@ def _multiprocessors(device: torch.device) -> int:
 @triton.jit(do_not_specialize=["part_split", "part_lse_split", "part_lse_head", "part_rows", "lse_batch", "lse_head",
                                "splits", "seqlen_q", "total_q", "heads_kv", "batch_size", "rows_upto"])  # fmt: skip
 def _combine_kernel(
-    part, part_lse, out, lse, sinks, index, starts, cu_seqlens_q,
+    part, out, lse, sinks, index, starts, cu_seqlens_q,
     part_split, part_row, part_head, part_lse_split, part_lse_head, part_rows, out_batch, out_row, out_head,
     lse_batch, lse_head, splits, seqlen_q, total_q, heads_kv, batch_size, rows_upto,
     GROUP: tl.constexpr, DV: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
@@ -73,6 +73,7 @@ def _combine_kernel(
     i = packed // GROUP
     if (i >= length) | (length * GROUP > rows_upto):
         return
+    part_lse = part + splits.to(tl.int64) * part_split
     if seq >= batch_size:  # rows of no sequence see nothing
         splits = splits * 0
     elif i >= part_rows:
@@ -81,8 +82,8 @@ def _combine_kernel(
     head = head_kv * GROUP + packed % GROUP
     d = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     part_at = seq.to(tl.int64) * part_rows + i
-    part += part_at * part_row + head.to(tl.int64) * part_head
     part_lse += part_at + head.to(tl.int64) * part_lse_head
+    part += part_at * part_row + head.to(tl.int64) * part_head
 
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
@@ -111,10 +112,10 @@ def _combine_kernel(
 
 
 class Parts(NamedTuple):
-    """Scratch for partial results, equally many rows for every sequence.
+    """Scratch for partial results in float32, equally many rows for every sequence.
 
-    float32 out `[splits, sequences * rows, Hq, Dv]`, and natural-log LSE `[splits, Hq, sequences * rows]`, -inf where a
-    split had no keys (it then wrote no output).
+    First out `[splits, sequences * rows, Hq, Dv]`, behind it the natural-log LSE `[splits, Hq, sequences * rows]`, -inf
+    where a split had no keys (it then wrote no output).
     """
 
     splits: int
@@ -123,10 +124,9 @@ class Parts(NamedTuple):
     heads: int
     head_dim_v: int
 
-    def allocate(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        rows = self.sequences * self.rows
-        out = torch.empty(self.splits, rows, self.heads, self.head_dim_v, dtype=torch.float32, device=device)
-        return out, torch.empty(self.splits, self.heads, rows, dtype=torch.float32, device=device)
+    def allocate(self, device: torch.device) -> Tensor:
+        size = self.splits * self.sequences * self.rows * self.heads * (self.head_dim_v + 1)
+        return torch.empty(size, dtype=torch.float32, device=device)
 
     @property
     def out_strides(self) -> tuple[int, int, int]:
@@ -142,12 +142,11 @@ class Parts(NamedTuple):
 
 
 def combine(
-    parts: Parts, out: Tensor, lse: Tensor | None, batch: Batch, tiles: int, tile_m: int, group: int, rows_upto: int
+    parts: Parts, out: Tensor, lse: Tensor | None, batch: Batch, index: Tensor, starts: Tensor | None, tiles: int,
+    tile_m: int, group: int, rows_upto: int,
 ) -> Launch:  # fmt: skip
-    """Merges partial results into `out` and `lse`; a sink counts once.
-
-    To be called with part, part_lse, out, lse, sinks, the tile table's index and (by sequence) starts, cu_seqlens_q.
-    """
+    """A function of (part, out, lse, sinks) that merges partial results into `out` and `lse`, for tensors like
+    these. A sink counts once. `index` and `starts` are those of the tile table, `starts` only where tiles go by sequence."""
     heads_kv, width = out.shape[-2] // group, 64
     at_once = 32 if parts.splits <= 32 else MAX_SPLITS
     arch = ptx(out.device)
@@ -162,4 +161,4 @@ def combine(
     if arch >= 90:
         options["launch_pdl"] = True
     grid = (tiles * heads_kv, rows, triton.cdiv(out.shape[-1], width))
-    return Launch(_combine_kernel, grid, scalars, constants, **options)
+    return Launch(_combine_kernel, grid, (index, starts, batch.cu_seqlens_q), scalars, constants, **options)

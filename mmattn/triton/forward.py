@@ -205,7 +205,7 @@ def _walk(
                                "lse_batch", "lse_head", "lse_split", "out_split", "k_scale_batch", "k_scale_head",
                                "v_scale_batch", "v_scale_head", "rows_above", "rows_upto", "part_rows"])  # fmt: skip
 def _forward_kernel(
-    q, k, v, out, lse, rows, ranges, index, starts, cu_seqlens_q, cu_seqlens_k, page_table, sinks, k_scale, v_scale,
+    q, k, v, out, lse, page_table, sinks, k_scale, v_scale, rows, ranges, index, starts, cu_seqlens_q, cu_seqlens_k,
     q_batch, q_row, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, out_batch, out_row, out_head,
     lse_batch, lse_head, out_split, lse_split, page_table_stride,
     k_scale_batch, k_scale_head, v_scale_batch, v_scale_head,
@@ -217,8 +217,7 @@ def _forward_kernel(
     PAIRS: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, splits). With SPLIT, split s covers its share of the tile's key blocks and writes a
-    partial result to `out + s * out_split` and `lse + s * lse_split`, where each sequence has `part_rows` rows; see
-    decode.py."""
+    partial result to `out` in the form of `decode.Parts`, where each sequence has `part_rows` rows."""
     # Heads vary fastest and tiles run backwards: on causal masks the longest tiles start first.
     head_kv = tl.program_id(0) % heads_kv
     slot = tl.num_programs(0) // heads_kv - 1 - tl.program_id(0) // heads_kv
@@ -250,7 +249,7 @@ def _forward_kernel(
         exists = exists & (i < part_rows)
         lse_row = seq.to(tl.int64) * part_rows
         out_start = lse_row * out_row + tl.program_id(1).to(tl.int64) * out_split
-        lse += tl.program_id(1).to(tl.int64) * lse_split
+        lse = out + tl.num_programs(1).to(tl.int64) * out_split + tl.program_id(1).to(tl.int64) * lse_split
     out += out_start
     lo = tl.load(rows + (row0 + i) * 2, mask=exists, other=0)
     hi = tl.load(rows + (row0 + i) * 2 + 1, mask=exists, other=0)
@@ -447,7 +446,7 @@ def _settle_pass(
     batch, device = plan.batch, q.device
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]
     group = heads // heads_kv
-    table, intervals = plan.tiles(tile.tile_m, group, tile.tile_n), plan.rows
+    table = plan.tiles(tile.tile_m, group, tile.tile_n)
     by_sequence = rows_upto <= tile.tile_m
     tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
     starts = table.starts if by_sequence else None
@@ -500,10 +499,11 @@ def _settle_pass(
         AHEAD=tile.ahead and views is not None,
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
-    launch = Launch(_forward_kernel, grid, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
+    of_plan = (plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k)
+    launch = Launch(_forward_kernel, grid, of_plan, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
     combine = None
     if parts is not None:
-        combine = decode.combine(parts, out, lse, batch, tiles, tile.tile_m, group, rows_upto)
+        combine = decode.combine(parts, out, lse, batch, table.index, starts, tiles, tile.tile_m, group, rows_upto)
 
     def run(q, k, v, page_table, options, out, lse):  # type: ignore[no-untyped-def]
         if views is not None:
@@ -515,14 +515,10 @@ def _settle_pass(
             v = v.view(torch.int16)
         to, lse_to, sinks = out, lse, options.sinks
         if parts is not None:
-            to, lse_to = parts.allocate(device)
-            sinks = None
-        launch(
-            q, k, v, to, lse_to, intervals, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k,
-            page_table, sinks, options.k_scale, options.v_scale,
-        )  # fmt: skip
+            to, lse_to, sinks = parts.allocate(device), None, None
+        launch(q, k, v, to, lse_to, page_table, sinks, options.k_scale, options.v_scale)
         if combine is not None:
-            combine(to, lse_to, out, lse, options.sinks, table.index, starts, batch.cu_seqlens_q)
+            combine(to, out, lse, options.sinks)
 
     return run
 
