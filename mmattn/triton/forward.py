@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..batch import FEW_ROWS, Batch, row_reach
 from ..plan import Options, Plan, Write
 from . import decode
 from .bounds import sequence_rows, tile_at
 from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, resident_programs, split_head_dim
-from .launch import Launch
+from .launch import Descriptor, Launch
 from .layout import lse_strides, matrix, scale_strides, strides, vectorises
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -466,12 +465,12 @@ def _settle_pass(
     if not packed_k:
         capacity = page_table.shape[1] * page if page_table is not None else k.shape[-3]
 
-    views = None
+    tma_rows, forms = (0,) * 6, None
     if tile.tma and page == 0 and k.numel() > 0 and (k_split, v_split) == ((head_dim, 0), (head_dim_v, 0)):
         k_view, v_view = matrix(k), matrix(v)
         if k_view is not None and v_view is not None:
-            views = k_view, v_view
-    tma_rows = (0,) * 6 if views is None else (*views[0][2], *views[1][2])
+            tma_rows = *k_view[2], *v_view[2]
+            forms = [[*map(list, view[:2]), [tile.tile_n, x.shape[-1]]] for x, view in ((k, k_view), (v, v_view))]
 
     parts = None
     results = (*strides(out), *lse_strides(lse), 0, 0)
@@ -494,9 +493,9 @@ def _settle_pass(
     )  # fmt: skip
     constants = dict(
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
-        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=views is not None,
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None,
         PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
-        AHEAD=tile.ahead and views is not None,
+        AHEAD=tile.ahead and forms is not None,
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
     of_plan = (plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k)
@@ -506,11 +505,8 @@ def _settle_pass(
         combine = decode.combine(parts, out, lse, batch, table.index, starts, tiles, tile.tile_m, group, rows_upto)
 
     def run(q, k, v, page_table, options, out, lse):  # type: ignore[no-untyped-def]
-        if views is not None:
-            k, v = (
-                TensorDescriptor(x, list(shape), list(stride), [tile.tile_n, x.shape[-1]])
-                for x, (shape, stride, _) in zip((k, v), views)
-            )
+        if forms is not None:
+            k, v = Descriptor(k, *forms[0]), Descriptor(v, *forms[1])
         elif pairs is not None:
             v = v.view(torch.int16)
         to, lse_to, sinks = out, lse, options.sinks

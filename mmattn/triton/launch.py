@@ -9,6 +9,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
+class Descriptor(TensorDescriptor):
+    """base, shape, strides and block shape for TMA, as `layout.matrix` gives them. Triton's checks would take as long as a
+    launch, at every call anew."""
+
+    def __post_init__(self) -> None: ...
+
+
 class Launch:
     """`kernel[grid](*tensors, *fixed, *scalars, **constants, **options)`, as a function of the tensors.
 
@@ -31,7 +38,7 @@ class Launch:
         self._again: Callable[..., None] | None = None
         self._rest: tuple[Any, ...] = ()
 
-    def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
+    def __call__(self, *tensors: Tensor | Descriptor | None) -> None:
         if self._again is not None:
             self._again(*[None if x is None else _address(x) for x in tensors], *self._rest)
             return
@@ -42,6 +49,6 @@ class Launch:
             self._again = compiled[(*self.grid, 1, 1)[:3]]
 
 
-def _address(x: Tensor | TensorDescriptor) -> Any:
+def _address(x: Tensor | Descriptor) -> Any:
     """What Triton's launcher takes for a pointer at least cost; of a descriptor it makes a tensor map itself."""
-    return x if x.__class__ is TensorDescriptor else x.data_ptr()
+    return x.data_ptr() if isinstance(x, Tensor) else x
