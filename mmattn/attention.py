@@ -325,10 +325,10 @@ def _options(
 
 def _kind(x: Any) -> Any:
     """What a kernel may be chosen and compiled by: all of a tensor but its values. Calls of one kind need one check."""
-    if type(x) in (int, float):
-        return x
     if isinstance(x, Tensor):
         return x.dtype, x.device, x.shape, x.stride(), x.data_ptr() % 16, x.requires_grad
+    if type(x) in (int, float):
+        return x
     return object()  # whatever it is, it is of no kind seen before
 
 

@@ -411,7 +411,11 @@ def test_every_usable_backend_is_started(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_host_time_is_that_of_one_call() -> None:
     seen: list[int] = []
-    assert 900 <= timing.host_us(lambda i: (seen.append(i), time.sleep(1e-3)), torch.device("cpu"), calls=3, bursts=2) < 5000
+    assert (
+        900
+        <= timing.host_us(lambda i: (seen.append(i), time.sleep(1e-3)), torch.device("cpu"), calls=3, bursts=2)
+        < 5000
+    )
     assert seen == [0, 1, 2, 0, 1, 2]
 
 

@@ -179,3 +179,42 @@ def test_a_gpu_that_is_not_the_current_one(backend: str) -> None:
     few = [t[:, -1:] if n == 0 else t for n, t in enumerate(there)]
     close = attention(*few, MASK, mm_prefix_range=spans).float() - wanted[:, -1:].to("cuda:1").float()
     assert close.abs().max() < 2e-3 and torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_profilers_hear_of_every_launch(device: torch.device) -> None:
+    """Launch hooks that a profiler adds or removes between two calls with the same plan."""
+    from triton import knobs
+
+    heard: list[str] = []
+
+    def hook(metadata: Any) -> None:
+        heard.append(metadata.get()["name"])
+
+    x = rows(device, count=300)
+    the_plan = plan(MASK, q=x, k=x)
+    wanted = attention(x, x, x, the_plan, backend="triton")
+    assert torch.equal(attention(x, x, x, the_plan, backend="triton"), wanted) and not heard
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        assert torch.equal(attention(x, x, x, the_plan, backend="triton"), wanted)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert heard == ["_forward_kernel"]
+    assert torch.equal(attention(x, x, x, the_plan, backend="triton"), wanted) and len(heard) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("known", [True, False])
+def test_launches_of_any_release_of_triton(known: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the launch convention of the releases that were read, and through Triton's own entry."""
+    from mmattn.triton import launch
+
+    monkeypatch.setattr(launch, "KNOWN", known)
+    x = rows(device, count=2000)
+    for count in (300, 3):  # one launch, and splits with their merge
+        q = x[:, :count]
+        wanted = attention(q, x, x, Mask(), backend="triton")
+        ready = plan(Mask(), q=q, k=x)
+        for _ in range(3):
+            assert torch.equal(attention(q, x, x, ready, backend="triton"), wanted)

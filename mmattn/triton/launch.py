@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import triton
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+"""Whether this is a release whose `CompiledKernel.run` takes its arguments as `Launch` gives them."""
 
 
 class Descriptor(TensorDescriptor):
@@ -19,8 +24,8 @@ class Descriptor(TensorDescriptor):
 class Launch:
     """`kernel[grid](*tensors, *fixed, *scalars, **constants, **options)`, as a function of the tensors.
 
-    Every call must agree with the first in the dtypes, in what is None, and in which addresses are multiples of 16.
-    Then Triton would find the same compiled kernel for all of them, so from the second call on that one is launched
+    Every call must agree with the first in the device, in the dtypes, in what is None, and in which addresses are multiples
+    of 16. Then Triton would find the same compiled kernel for all of them, so from the second call on that one is launched
     directly, with addresses for tensors: to bind and specialise 70 arguments takes several times as long as the launch.
     """
 
@@ -33,22 +38,37 @@ class Launch:
         constants: dict[str, Any],
         **options: Any,
     ) -> None:
-        self.kernel, self.grid, self.fixed, self.scalars = kernel, grid, fixed, scalars
+        self.kernel, self.grid, self.fixed, self.scalars = kernel, (*grid, 1, 1)[:3], fixed, scalars
         self.constants, self.options = constants, options
-        self._again: Callable[..., None] | None = None
+        self._compiled: Any = None
+        self._device = 0
         self._rest: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor | Descriptor | None) -> None:
-        if self._again is not None:
-            self._again(*[None if x is None else _address(x) for x in tensors], *self._rest)
+        compiled = self._compiled
+        if compiled is None:
+            self._first(tensors)
             return
+        args = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        if KNOWN and not _hooked():
+            stream = driver.active.get_current_stream(self._device)
+            compiled.run(
+                *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *self._rest
+            )
+        else:
+            compiled[self.grid](*args, *self._rest)
+
+    def _first(self, tensors: tuple[Tensor | Descriptor | None, ...]) -> None:
         compiled = self.kernel[self.grid](*tensors, *self.fixed, *self.scalars, **self.constants, **self.options)
-        if compiled is not None:  # the interpreter compiles nothing
-            constants = (self.constants[p.name] for p in self.kernel.params if p.name in self.constants)
-            self._rest = (*(None if x is None else _address(x) for x in self.fixed), *self.scalars, *constants)
-            self._again = compiled[(*self.grid, 1, 1)[:3]]
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        constants = (self.constants[p.name] for p in self.kernel.params if p.name in self.constants)
+        self._rest = (*(None if x is None else x.data_ptr() for x in self.fixed), *self.scalars, *constants)
+        self._device = driver.active.get_current_device()
+        self._compiled = compiled
 
 
-def _address(x: Tensor | Descriptor) -> Any:
-    """What Triton's launcher takes for a pointer at least cost; of a descriptor it makes a tensor map itself."""
-    return x.data_ptr() if isinstance(x, Tensor) else x
+def _hooked() -> bool:
+    """Whether a profiler wants to know of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
