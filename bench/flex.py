@@ -69,8 +69,26 @@ def block_mask(inputs: Inputs, visible: Callable) -> Any:
     )
 
 
+def _giving_up(make: Callable[[], Any]) -> Callable[[], Any]:
+    """`make`, which is not tried again once it failed: several providers share it, and it may take minutes to fail."""
+    failure: Exception | None = None
+
+    def once() -> Any:
+        nonlocal failure
+        if failure is not None:
+            raise failure
+        try:
+            return make()
+        except Exception as e:
+            failure = e
+            raise
+
+    return once
+
+
 def _functions(inputs: Inputs, backend: str) -> tuple[Callable, Callable[[Tensor, Any], Tensor], Callable[[], Any]]:
     """(mask_mod, attention over a block mask, block mask), compiled on a GPU, once for all providers of a case."""
+    from torch._inductor import config as inductor
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     case, k, v, sinks = inputs.case, heads_first(inputs.k), heads_first(inputs.v), inputs.sinks
@@ -81,14 +99,11 @@ def _functions(inputs: Inputs, backend: str) -> tuple[Callable, Callable[[Tensor
         create = create_block_mask
         if on_gpu:
             torch._dynamo.reset()  # else shapes of earlier cases count against the limit of recompilations
+            inductor.compile_threads = 1  # in this process, where a compiler ends when its time is up
             create = torch.compile(create_block_mask, dynamic=False)
         visible = mask_mod(case, span_ids(case).to(inputs.device) if case.has_spans else None)
-        inputs.shared["flex mask"] = (
-            visible,
-            lambda: create(
-                visible, batch if batch > 1 else None, None, shape.q_len, shape.kv_len, device=inputs.device
-            ),
-        )
+        sizes = batch if batch > 1 else None, None, shape.q_len, shape.kv_len
+        inputs.shared["flex mask"] = visible, _giving_up(lambda: create(visible, *sizes, device=inputs.device))
 
     def attend(q: Tensor, mask: Any) -> Tensor:
         rest: dict[str, Any] = dict(block_mask=mask, enable_gqa=True, kernel_options=options)

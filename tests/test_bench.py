@@ -409,6 +409,20 @@ def test_every_usable_backend_is_started(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen == (["triton", "torch"] if INTERPRETED else ["torch"])
 
 
+def test_a_mask_that_could_not_be_made_is_not_tried_again() -> None:
+    tries = []
+
+    def make() -> None:
+        tries.append(1)
+        time.sleep(5)
+
+    never = flex._giving_up(make)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="--patience"), timing.patience(0.05):
+            never()
+    assert len(tries) == 1
+
+
 def test_host_time_is_that_of_one_call() -> None:
     seen: list[int] = []
     assert (
