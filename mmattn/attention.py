@@ -83,14 +83,15 @@ def attention(
         UnsupportedError: no backend can run the call; lists each with every reason.
     """
     given = mask if isinstance(mask, Plan) else None
+    page_table = batch_args.get("page_table")
     kind = known = None
     if given is not None and len(batch_args) == ("page_table" in batch_args) and not given.debug:
-        facts = (q, k, v, batch_args.get("page_table"), sinks, k_scale, v_scale, out, scale, softcap, num_splits)
+        facts = (q, k, v, page_table, sinks, k_scale, v_scale, out, scale, softcap, num_splits)
         kind = (backend, return_lse, torch.is_grad_enabled(), *[None if x is None else _kind(x) for x in facts])
         known = given.forwards.get(kind)
     if given is not None and known is not None:  # a call like one before with this plan: checked, its kernel is ready
         forward, options = known
-        the_plan, page_table = given, batch_args.get("page_table")
+        the_plan = given
         if page_table is None:
             page_table = given.batch.page_table
     else:

@@ -1,13 +1,22 @@
-"""Calls as dispatch sees them, without tensors."""
+"""Calls as dispatch sees them, without tensors; and calls that a backend refuses."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import torch
 
+from mmattn import supported
 from mmattn.batch import Call
+
+
+def skip_unsupported(backend: str, *call: Any, **args: Any) -> None:
+    """Skips the test, with the backend's own reasons, if it cannot run this call of `attention()`."""
+    against = supported(*call, **args)[backend]
+    if against:
+        pytest.skip(f"{backend}: {'; '.join(against)}")
 
 
 def hopper(**changes: Any) -> Call:

@@ -37,12 +37,12 @@ def device() -> torch.device:
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     """Every backend; one that cannot run even a plain call here is skipped with its own reasons."""
-    from mmattn import Mask, supported
+    from mmattn import Mask
+
+    from .calls import skip_unsupported
 
     x = torch.zeros(128, 2, 64, dtype=torch.float16, device=device)
-    against = supported(x, x, x, Mask())[request.param]
-    if against:
-        pytest.skip(f"{request.param}: {'; '.join(against)}")
+    skip_unsupported(request.param, x, x, x, Mask())
     return request.param
 
 

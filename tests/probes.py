@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from mmattn import Mask, Plan, attention, plan, supported
+from mmattn import Mask, Plan, attention, plan
+
+from .calls import skip_unsupported
 
 Interval = tuple[int, int] | None
 MARGIN = 8
@@ -77,9 +78,7 @@ class Setup:
         the_plan = plan(self.mask, q=q, k=k, **args)
         if self.alter is not None:
             the_plan = self.alter(the_plan)
-        against = supported(q, k, v, the_plan)[self.backend]
-        if against:
-            pytest.skip(f"{self.backend}: {'; '.join(against)}")
+        skip_unsupported(self.backend, q, k, v, the_plan)
         return attention(q, k, v, the_plan, return_lse=True, backend=self.backend)
 
     def _vector(self, value: int) -> Tensor:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmattn import Mask, attention, plan, supported
+from mmattn import Mask, attention, plan
 from mmattn.batch import FEW_ROWS
 from mmattn.triton import decode, forward
 
 from .budget import Expected, assert_close, expect
+from .calls import skip_unsupported
 from .cases import WILD, Case, Inputs, build, guarded
 from .probes import Setup, assert_sees
 
@@ -290,7 +291,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noted: list[tuple[tuple[int, ...], dict[str, Any]]] = []
         monkeypatch.setattr(forward, "_forward_kernel", self)
-        monkeypatch.setattr(decode, "combine", lambda *args: None)
+        monkeypatch.setattr(decode, "combine", lambda *args: lambda *tensors: None)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **kw: self.noted.append((grid, kw))
@@ -455,9 +456,7 @@ def test_float8(
         pages.append(pool)
     args["page_table"] = order.reshape(b, 17).to(torch.int32).to(device)
     call: dict[str, Any] = dict(sinks=sinks, k_scale=k_given, v_scale=v_given, num_splits=count, **args)
-    against = supported(q, *pages, mask, **call)[backend]
-    if against:
-        pytest.skip(f"{backend}: {'; '.join(against)}")
+    skip_unsupported(backend, q, *pages, mask, **call)
     out, lse = attention(q, *pages, mask, return_lse=True, backend=backend, **call)
     assert out.dtype is dtype
     assert_close(out, lse, want)
@@ -550,9 +549,8 @@ def test_graph_replays_equal_eager(
         return attention(q, k, v, the_plan, num_splits=count, return_lse=True, backend=backend, **extras, **to)
 
     change(0)
-    against = supported(q, k, v, mask, max_seqlen_q=MOST_ROWS[name], num_splits=count, **extras, **batch)
-    if backend != "auto" and against[backend]:
-        pytest.skip("; ".join(against[backend]))
+    if backend != "auto":
+        skip_unsupported(backend, q, k, v, mask, max_seqlen_q=MOST_ROWS[name], num_splits=count, **extras, **batch)
     call()
     torch.cuda.synchronize()
     compiled: list[str] = []

@@ -17,6 +17,8 @@ from mmattn import Mask
 from mmattn.dflash import Drafter, DrafterConfig, GraphedDraft, shard_sinks
 from mmattn.dflash import cache as cache_module
 
+from .calls import skip_unsupported
+
 transformers = pytest.importorskip("transformers")
 VOCABULARY, HIDDEN, TARGET_HIDDEN, WINDOW, BLOCK = 40, 24, 16, 8, 5
 
@@ -396,12 +398,6 @@ def test_symmetrisation_reads_nothing_back():
         batch = Batch.build(max_seqlen_q=12, seqused_k=used, causal=causal)
         rows = TorchLowering().row_intervals(Mask.sliding_window(8), batch)
         assert rows.shape == (48, 2)
-
-
-def skip_unsupported(backend, *call, **args):
-    against = mmattn.supported(*call, **args)[backend]
-    if against:
-        pytest.skip(f"{backend}: {'; '.join(against)}")
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,10 +7,11 @@ from functools import lru_cache
 import pytest
 import torch
 
-from mmattn import attention, dispatch, supported
+from mmattn import attention, dispatch
 from mmattn.cute import support as cute_support
 
 from .budget import Expected, assert_close, expect
+from .calls import skip_unsupported
 from .cases import BY_NAME, CASES, Case, Inputs, build
 from .conftest import BACKENDS
 from .probes import MANY_ROWS
@@ -28,9 +29,7 @@ def run_case(case: Case, backend: str, device: torch.device) -> None:
     args = dict(inputs.args)
     if backend == "cute" and "cu_seqlens_q" in args:
         args["max_seqlen_q"] = max(MANY_ROWS, inputs.q.shape[0])
-    against = supported(inputs.q, inputs.k, inputs.v, inputs.mask, **args)[backend]
-    if against:
-        pytest.skip(f"{backend}: {'; '.join(against)}")
+    skip_unsupported(backend, inputs.q, inputs.k, inputs.v, inputs.mask, **args)
     interpreted = backend == "triton" and device.type == "cpu"
     if interpreted not in known:
         known[interpreted] = expect(inputs, interpreted)

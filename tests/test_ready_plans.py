@@ -14,6 +14,7 @@ import mmattn
 from mmattn import Mask, UnsupportedError, attention, plan
 from mmattn.plan import KINDS
 
+from .calls import skip_unsupported
 from .cases import guarded
 
 HEADS = 2
@@ -69,8 +70,7 @@ def test_one_plan_serves_calls_of_many_kinds(backend: str, device: torch.device)
 def test_one_plan_serves_decoding_over_many_pages(device: torch.device) -> None:
     """The split path: pages of another stride or alignment, another page table, float8 with scales."""
     backend = "triton"
-    if against := mmattn.supported(*(rows(device) for _ in range(3)), MASK)[backend]:
-        pytest.skip("; ".join(against))
+    skip_unsupported(backend, *(rows(device) for _ in range(3)), MASK)
     q = rows(device, count=1)[0]
     lens, row = guarded([90], device), guarded([0, 1], device)
     args = dict(cu_seqlens_q=row, seqused_k=lens, max_seqlen_q=1)

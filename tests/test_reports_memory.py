@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from mmattn import Mask, attention, plan, reference, supported
+from mmattn import Mask, attention, plan, reference
 
 from .budget import assert_close, expect
+from .calls import skip_unsupported
 from .cases import WILD, Inputs, guarded, neighboured
 from .cases import Case as Shape
 from .probes import MANY_ROWS, Setup, assert_sees
@@ -21,9 +22,7 @@ def check(inputs: Inputs, backend: str, device: torch.device) -> None:
     args = dict(inputs.args)
     if backend == "cute":
         args["max_seqlen_q"] = max(MANY_ROWS, inputs.q.shape[0])
-    against = supported(inputs.q, inputs.k, inputs.v, inputs.mask, **args)[backend]
-    if against:
-        pytest.skip(f"{backend}: {'; '.join(against)}")
+    skip_unsupported(backend, inputs.q, inputs.k, inputs.v, inputs.mask, **args)
     out, lse = attention(inputs.q, inputs.k, inputs.v, inputs.mask, return_lse=True, backend=backend, **args)
     assert_close(out, lse, expect(inputs, interpreted=backend == "triton" and device.type == "cpu"))
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmattn import Mask, attention, merge_states, plan, supported
+from mmattn import Mask, attention, merge_states, plan
 
+from .calls import skip_unsupported
 from .cases import WILD, guarded
 from .probes import MANY_ROWS
 
@@ -22,9 +23,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, mask: Any, backend: str, **args: Any) -
     if backend == "cute":
         args["max_seqlen_q"] = max(MANY_ROWS, q.shape[0])
     call = {name: x for name, x in args.items() if name != "return_lse"}
-    against = supported(q, k, v, mask, **call)[backend]
-    if against:
-        pytest.skip(f"{backend}: {'; '.join(against)}")
+    skip_unsupported(backend, q, k, v, mask, **call)
     return attention(q, k, v, mask, backend=backend, **args)
 
 

@@ -478,6 +478,7 @@ def _settle_pass(
         parts = decode.Parts(splits, batch.batch_size, min(batch.max_seqlen_q, rows_upto // group), heads, head_dim_v)
         (out_split, out_row, out_head), (lse_split, lse_head) = parts.out_strides, parts.lse_strides
         results = (0, out_row, out_head, 0, lse_head, out_split, lse_split)
+        combine = decode.combine(parts, out, lse, batch, table.index, starts, tiles, tile.tile_m, group, rows_upto)
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
     if q.dtype is torch.bfloat16 and device.type == "cpu" and not keys8:
         precision = "interpreted bf16"
@@ -500,21 +501,18 @@ def _settle_pass(
     grid = (tiles * heads_kv, splits)
     of_plan = (plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k)
     launch = Launch(_forward_kernel, grid, of_plan, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
-    combine = None
-    if parts is not None:
-        combine = decode.combine(parts, out, lse, batch, table.index, starts, tiles, tile.tile_m, group, rows_upto)
 
     def run(q, k, v, page_table, options, out, lse):  # type: ignore[no-untyped-def]
         if forms is not None:
             k, v = Descriptor(k, *forms[0]), Descriptor(v, *forms[1])
         elif pairs is not None:
             v = v.view(torch.int16)
-        to, lse_to, sinks = out, lse, options.sinks
-        if parts is not None:
-            to, lse_to, sinks = parts.allocate(device), None, None
-        launch(q, k, v, to, lse_to, page_table, sinks, options.k_scale, options.v_scale)
-        if combine is not None:
-            combine(to, out, lse, options.sinks)
+        if parts is None:
+            launch(q, k, v, out, lse, page_table, options.sinks, options.k_scale, options.v_scale)
+        else:
+            part = parts.allocate(device)
+            launch(q, k, v, part, None, page_table, None, options.k_scale, options.v_scale)
+            combine(part, out, lse, options.sinks)
 
     return run
 
