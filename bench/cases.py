@@ -207,7 +207,7 @@ def _w6(name: str, pick: Pick) -> Case:
     return Case(name, title, _GEMMA4, 32, 4, 512, 512, Mask.causal_(), (Sequence(length, length),))
 
 
-@_case("W7", "W7b", "W7c", "W7d", "W7e", "W7f", "W7g", "W7h", "W7i")
+@_case("W7", "W7b", "W7c", "W7d", "W7e", "W7f", "W7g", "W7h", "W7i", "W7j")
 def _w7(name: str, pick: Pick) -> Case:
     batch, rows, length, window = {
         "W7": (pick(64, 4), 1, 32768, None),
@@ -219,6 +219,7 @@ def _w7(name: str, pick: Pick) -> Case:
         "W7g": (1, 1, 262144, 1024),
         "W7h": (pick(64, 4), 1, 32768, None),
         "W7i": (1, 1, 131072, None),
+        "W7j": (1, 1, 131072, None),
     }[name]
     float8 = name in ("W7h", "W7i")
     keys = pick(length, length // 256)
@@ -226,8 +227,17 @@ def _w7(name: str, pick: Pick) -> Case:
     about = f"{batch} x {length // 1024}k"
     about += (f", {rows} rows to verify" if rows > 1 else "") + (f", window {window}" if window else "")
     about += ", float8 K and V" if float8 else ""
+    source, heads_q, heads_kv, d = _QWEN3, 32, 8, 128
+    if name == "W7j":
+        about += ", head dim 256"
+        source, heads_q, heads_kv, d = (
+            "google/gemma-3-12b-it config.json, a global layer: 16/8 heads of 256",
+            16,
+            8,
+            256,
+        )
     return Case(
-        name, f"decode, {about}", _QWEN3, 32, 8, 128, 128, mask, (Sequence(rows, keys),) * batch, 16,
+        name, f"decode, {about}", source, heads_q, heads_kv, d, d, mask, (Sequence(rows, keys),) * batch, 16,
         decode=True, float8=float8,
     )  # fmt: skip
 

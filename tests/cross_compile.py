@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +25,7 @@ from mmattn import Mask, plan
 from mmattn.batch import Batch
 from mmattn.plan import Options
 from mmattn.triton import bounds, config, decode, forward
+from mmattn.triton.config import Tile
 
 KIB = 1024
 # name -> (target, key of the tile table, shared memory of a block in bytes)
@@ -74,7 +78,7 @@ def recording(table: str, capability: int) -> Iterator[list[Launch]]:
 def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, Any]:
     """Compiles what a launch with these arguments would compile: same types, constants and alignments."""
     kernel, args, kwargs = launch
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg") if name in kwargs}
     values = dict(zip(kernel.arg_names, args), **{k: v for k, v in kwargs.items() if k in kernel.arg_names})
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -98,7 +102,24 @@ def compile_launch(launch: Launch, target: GPUTarget) -> dict[str, Any]:
             elif not parameter.do_not_specialize and value % 16 == 0:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     done = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-    return dict(kernel=kernel.__name__, shared=done.metadata.shared, **options)
+    return dict(kernel=kernel.__name__, shared=done.metadata.shared, **options, **usage(done, target))
+
+
+def usage(done: Any, target: GPUTarget) -> dict[str, int]:
+    """Registers of a thread, and how many programs a multiprocessor of an H100 (64 Ki registers, 228 KiB) then holds."""
+    if target.backend != "cuda" or target.arch != 90:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    registers = int(re.findall(r"REG:(\d+)", told)[0])
+    threads = 32 * done.metadata.num_warps
+    return dict(
+        registers=registers,
+        held=min(64 * KIB // (-(-registers // 8) * 8 * threads), 228 * KIB // (done.metadata.shared + KIB)),
+    )
 
 
 def element(dtype: torch.dtype) -> str:
@@ -137,6 +158,24 @@ def forward_launches(
     write(q, k, v, the_plan, page_table, options=options, out=out, lse=lse)
 
 
+def decode_launches(d: int, dv: int, keys_dtype: torch.dtype, rows: int) -> Tile:
+    """One row (or several) of one sequence against pages, cut into splits; returns the tile."""
+    q = torch.empty(1, rows, 8, d, dtype=torch.bfloat16, device=META)
+    k, v = (torch.empty(8192, 16, 2, n, dtype=keys_dtype, device=META) for n in (d, dv))
+    pages, used = torch.zeros(1, 8192, dtype=torch.int32), torch.tensor([131072], dtype=torch.int32)
+    shape = torch.empty(1, rows, 1, 1)
+    the_plan = plan(Mask.causal_(), q=shape, k=torch.empty(k.shape, device=META), page_table=pages, seqused_k=used)
+    out = torch.empty(1, rows, 8, dv, dtype=torch.bfloat16, device=META)
+    options = Options(d**-0.5)
+    kept, decode.choose_splits = decode.choose_splits, lambda *_: 48
+    try:
+        write = forward.settle(q, k, v, the_plan, pages, options=options, out=out, lse=None)
+    finally:
+        decode.choose_splits = kept
+    write(q, k, v, the_plan, pages, options=options, out=out, lse=None)
+    return forward._tiles(q.device, max(d, dv), 2, k.element_size(), rows * 4, rows * 4, 131072)[1]
+
+
 def bounds_launches(packed: bool) -> None:
     lens = torch.tensor([0, 40, 100], dtype=torch.int32)
     each = torch.tensor([40, 60], dtype=torch.int32)
@@ -173,22 +212,32 @@ ONLY: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# (head dim of K, of V, dtype of the keys, rows)
+DECODE = [(d, dv, dtype, 1) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+          for dtype in (torch.bfloat16, torch.float8_e4m3fn)]  # fmt: skip
+DECODE += [(64, 64, torch.bfloat16, 16), (128, 128, torch.bfloat16, 16), (128, 128, torch.float8_e4m3fn, 16)]
+
+
 def main(names: list[str]) -> None:
     for name in names:
         target, table, limit = TARGETS[name]
-        jobs: list[tuple[str, Callable[[], None]]] = [
+        jobs: list[tuple[str, Callable[[], Tile | None]]] = [
             (f"bounds packed={packed}", lambda packed=packed: bounds_launches(packed)) for packed in (True, False)
         ]
         jobs += [
             (f"forward {variant}", lambda variant=variant: forward_launches(**variant))
             for variant in EVERYWHERE + ONLY[name]
         ]
+        if name == "sm_90":
+            jobs += [(f"decode {each}", lambda each=each: decode_launches(*each)) for each in DECODE]
         for job, launch in jobs:
             with recording(table, target.arch if target.backend == "cuda" else 0) as launches:
-                launch()
+                tile = launch()
             assert launches, job
             for each in launches:
                 done = compile_launch(each, target)
+                if tile is not None and done["kernel"] == "_forward_kernel":
+                    done["programs"] = tile.programs
                 uses_tma = any(isinstance(x, TensorDescriptor) for x in each[1])
                 ahead = bool(each[2].get("AHEAD"))
                 print(

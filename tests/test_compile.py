@@ -46,4 +46,9 @@ def test_kernels_cross_compile(target: str, runs: dict[str, Future]) -> None:
         )
         if each["ahead"]:  # two programs share a multiprocessor's 228 KiB, of which each loses 1 KiB
             assert each["shared"] <= 113 * 1024, f"{each}: one program per multiprocessor; is q in shared memory?"
+        if "programs" in each:  # else the splits of a single request come in two waves
+            assert each["held"] >= each["programs"], (
+                f"{each}: a multiprocessor holds fewer programs than the table says"
+            )
+    assert any("programs" in each for each in compiled) == (target == "sm_90")
     assert any(each["tma"] for each in compiled) == any(each["ahead"] for each in compiled) == (target == "sm_90")

@@ -48,6 +48,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@triton.jit
+def lse_of_parts(part, splits, part_split):
+    """Where the LSEs begin in the scratch of `Parts`."""
+    return part + splits.to(tl.int64) * part_split
+
+
 @triton.jit(do_not_specialize=["part_split", "part_lse_split", "part_lse_head", "part_rows", "lse_batch", "lse_head",
                                "splits", "seqlen_q", "total_q", "heads_kv", "batch_size", "rows_upto"])  # fmt: skip
 def _combine_kernel(
@@ -73,7 +79,7 @@ def _combine_kernel(
     i = packed // GROUP
     if (i >= length) | (length * GROUP > rows_upto):
         return
-    part_lse = part + splits.to(tl.int64) * part_split
+    part_lse = lse_of_parts(part, splits, part_split)
     if seq >= batch_size:  # rows of no sequence see nothing
         splits = splits * 0
     elif i >= part_rows:

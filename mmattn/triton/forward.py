@@ -20,7 +20,8 @@ from ..batch import FEW_ROWS, Batch, row_reach
 from ..plan import Options, Plan, Write
 from . import decode
 from .bounds import sequence_rows, tile_at
-from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, resident_programs, split_head_dim
+from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, split_head_dim
+from .decode import lse_of_parts
 from .launch import Descriptor, Launch
 from .layout import lse_strides, matrix, scale_strides, strides, vectorises
 
@@ -248,7 +249,7 @@ def _forward_kernel(
         exists = exists & (i < part_rows)
         lse_row = seq.to(tl.int64) * part_rows
         out_start = lse_row * out_row + tl.program_id(1).to(tl.int64) * out_split
-        lse = out + tl.num_programs(1).to(tl.int64) * out_split + tl.program_id(1).to(tl.int64) * lse_split
+        parts = out
     out += out_start
     lo = tl.load(rows + (row0 + i) * 2, mask=exists, other=0)
     hi = tl.load(rows + (row0 + i) * 2 + 1, mask=exists, other=0)
@@ -276,8 +277,9 @@ def _forward_kernel(
         b1 = tl.minimum(tl.maximum(b1, b0), b3)
         b2 = tl.minimum(tl.maximum(b2, b0), b3)
         if b0 >= b3:  # nothing to do for this split: its LSE says so, and nobody reads its output
+            lses = lse_of_parts(parts, tl.num_programs(1), out_split) + tl.program_id(1).to(tl.int64) * lse_split
             tl.store(
-                lse + lse_row + head.to(tl.int64) * lse_head + i,
+                lses + lse_row + head.to(tl.int64) * lse_head + i,
                 tl.full([TILE_M], float("-inf"), tl.float32),
                 mask=exists,
             )
@@ -370,6 +372,8 @@ def _forward_kernel(
     inverse = tl.where(total > 0, 1 / total, 0.0)
     if v_scale is not None:
         inverse *= tl.load(v_scale + seq * v_scale_batch + head_kv * v_scale_head)
+    if SPLIT:  # (Any earlier, and ptxas takes so many registers that one program less fits on a multiprocessor.)
+        lse = lse_of_parts(parts, tl.num_programs(1), out_split) + tl.program_id(1).to(tl.int64) * lse_split
     if lse is not None:
         value = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
         tl.store(lse + lse_row + head.to(tl.int64) * lse_head + i, value, mask=exists)
@@ -410,7 +414,7 @@ def settle(
         pass
     elif options.num_splits is not None:
         # Nothing may depend on the batch: a sequence's own length decides, and tiles are the tallest.
-        long_tile, short_tile, _ = tiles(2**31, 2**31, 2**31)
+        long_tile, short_tile = tiles(2**31, 2**31, 2**31)
         longest = max(rows, batch.total_q * group) if batch.packed_q else rows  # rows of no sequence count too
         if longest > few_rows:
             passes.append(settled(long_tile, 1, rows_above=few_rows))
@@ -419,13 +423,13 @@ def settle(
         reach = row_reach(plan.mask, batch)
         # (A tile that spans two chunks may meet more.)
         keys = min(_held_keys(k, batch, page_table), reach + batch.max_seqlen_q - 1)
-        long_tile, short_tile, resident = tiles(rows, rows if few else group, reach)
+        long_tile, short_tile = tiles(rows, rows if few else group, reach)
         if few:
             programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
-            passes.append(settled(short_tile, decode.choose_splits(q.device, programs, resident, keys)))
+            passes.append(settled(short_tile, decode.choose_splits(q.device, programs, short_tile.programs, keys)))
         elif mixed:
             passes.append(settled(long_tile, 1, rows_above=short_tile.tile_m))
-            splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, resident, keys)
+            splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, short_tile.programs, keys)
             passes.append(settled(short_tile, splits, rows_upto=short_tile.tile_m))
         else:
             passes.append(settled(long_tile, 1))
@@ -500,7 +504,10 @@ def _settle_pass(
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
     of_plan = (plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k)
-    launch = Launch(_forward_kernel, grid, of_plan, scalars, constants, num_warps=tile.warps, num_stages=tile.stages)
+    compiling = dict(num_warps=tile.warps, num_stages=tile.stages)
+    if tile.registers and ptx(device) > 0:
+        compiling["maxnreg"] = tile.registers
+    launch = Launch(_forward_kernel, grid, of_plan, scalars, constants, **compiling)
 
     def run(q, k, v, page_table, options, out, lse):  # type: ignore[no-untyped-def]
         if forms is not None:
@@ -535,12 +542,10 @@ def _tiles(
     packed_rows: int,
     short_rows: int,
     window: int,
-) -> tuple[Tile, Tile, int]:
-    """The tile for long sequences, the one for few rows, and how many programs of the latter a multiprocessor holds."""
+) -> tuple[Tile, Tile]:
+    """The tile for long sequences and the one for few rows."""
     arch = architecture(device)
-    short = choose_short_tile(arch, head_dim, key_bytes, short_rows, window)
     return (
         choose_tile(arch, head_dim, element_bytes, packed_rows),
-        short,
-        resident_programs(arch, short, head_dim, key_bytes),
+        choose_short_tile(arch, head_dim, key_bytes, short_rows, window),
     )
