@@ -290,11 +290,12 @@ def show_layers(
 
             advance(f"{layer.name}: backends")
             for name in ran.usable(mmattn.supported(q, k, v, plan), layer.name):
-                out, lse = mmattn.attention(q, k, v, plan, backend=name, return_lse=True)
+                run = partial(mmattn.attention, q, k, v, plan, backend=name, return_lse=True)
+                out, lse = run()
                 error, lse_error = oracle.errors(out, lse)
                 agrees = error <= oracle.budget and lse_error <= oracle.lse_budget
                 wrong += not agrees
-                ms = _time(partial(mmattn.attention, q, k, v, plan, backend=name), place)
+                ms = _time(run, place)
                 results.add_row(
                     layer.name, name, f"{error:.1e} / {oracle.budget:.1e}", f"{lse_error:.1e} / {oracle.lse_budget:.1e}",
                     "yes" if agrees else "[red]NO[/red]", f"{ms:.1f}",
