@@ -293,9 +293,19 @@ def _w12(name: str, pick: Pick) -> Case:
     return _gemma4_sliding(name, title, [Sequence(length, length, spans)], pick)
 
 
-@_case("W13", "W13b")
+@_case("W13", "W13b", "W13c")
 def _w13(name: str, pick: Pick) -> Case:
     chunk, step = pick(1024, 64), pick(4096, 64)
+    if name == "W13c":
+        kv_len = chunk + step
+        chunks = [Sequence(chunk, kv_len, images(kv_len, every=pick(512, 64), size=pick(280, 35)))] * 2
+        few = [Sequence(rows, pick(16384, 48) * n) for rows, n in ((1, 8), (1, 4), (1, 2), (1, 1), (pick(8, 2), 4))]
+        title = "2 chunks with images + 4 decode rows up to 128k + 8 rows of drafts, pages of 16"
+        shared = "; tensor parallel on 4 GPUs: 8/2 heads"
+        return Case(
+            name, f"Gemma 3 global layer on 1 of 4 GPUs, {title}", _GEMMA3 + shared, 8, 2, 128, 128, Mask.causal_(),
+            (*chunks, *few), 16,
+        )  # fmt: skip
     prefill = []
     for i in range(pick(8, 2)):
         kv_len = chunk + i * step

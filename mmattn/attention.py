@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .batch import Batch, Call, capability, debugging, wants_split
+from .batch import Batch, Call, capability, debugging, wants_both, wants_split
 from .mask import Mask
 from .plan import Options, Plan
 
@@ -305,7 +305,7 @@ def _check(
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
         page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
         split_kv=wants_split(mask, batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)),
-        softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
+        mixed=wants_both(mask, batch, heads_kv), softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip
 

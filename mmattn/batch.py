@@ -22,6 +22,8 @@ BRIEF_REACH = 4096
 """Few rows that see no more keys than this are quickly done."""
 FEW_ROWS = 64
 """Up to this many rows per sequence a call counts as decoding, or verifying drafts, and its keys may be split."""
+SHORT_ROWS = 16
+"""Up to this many rows the same holds for a sequence beside longer ones in a packed batch."""
 
 SpanLists = Sequence[Sequence[tuple[int, int]]]
 
@@ -80,6 +82,11 @@ class Batch:
     @property
     def packed_q(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some sequences may have fewer rows than others, as far as the host knows."""
+        return self.packed_q and self.batch_size > 1 and self.total_q < self.batch_size * self.max_seqlen_q
 
     @classmethod
     def build(
@@ -264,6 +271,11 @@ class Batch:
         ends = self.cu_seqlens_q.to(torch.int64).clamp(max=self.total_q)
         return ends[1:] - ends[:-1]
 
+    def q_lens_above(self, rows: int) -> Tensor:
+        """`q_lens()` as int32, with 0 for sequences of at most `rows` rows."""
+        lens = self.q_lens()
+        return torch.where(lens > rows, lens, 0).to(torch.int32)
+
     def kv_lens(self) -> Tensor:
         """Valid keys of each sequence, int64 `[batch_size]` on the device, never more than the slots there are."""
         if self.seqused_k is not None:
@@ -400,8 +412,10 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
 
 def row_reach(mask: Mask, batch: Batch) -> int:
     """An upper bound, from host facts alone, on the keys that one row sees."""
-    if batch.spans is not None or batch.query_spans is not None:
-        return UNLIMITED
+    return UNLIMITED if batch.spans is not None or batch.query_spans is not None else _reach_without_spans(mask, batch)
+
+
+def _reach_without_spans(mask: Mask, batch: Batch) -> int:
     left, right, chunk_size, chunk_back, _ = mask.limits
     reach = left + (0 if mask.causal and batch.causal is None else right) + 1
     return min(reach, chunk_size + chunk_back if chunk_size else UNLIMITED, UNLIMITED)
@@ -420,6 +434,18 @@ def wants_split(mask: Mask, batch: Batch, group: int, heads_kv: int, head_dim: i
     if rows < 32 or tiles < 128:
         return True
     return rows <= 64 and head_dim <= 128 and row_reach(mask, batch) <= BRIEF_REACH
+
+
+def wants_both(mask: Mask, batch: Batch, heads_kv: int) -> bool:
+    """Whether such a kernel should leave short sequences of a batch to one that splits their keys.
+
+    By host facts alone: there may be short ones beside long ones, there are too few in all to fill a GPU with a tile for
+    each, and a short one may have many keys to read. (A span may add keys to a window; then this only costs time.)
+    """
+    reach = _reach_without_spans(mask, batch)
+    if batch.max_seqlen_k is not None:
+        reach = min(reach, batch.max_seqlen_k)
+    return batch.uneven and batch.max_seqlen_q > FEW_ROWS and batch.batch_size * heads_kv < 128 and reach > BRIEF_REACH
 
 
 @cache
@@ -459,6 +485,8 @@ class Call:
     """Whether q, k, v and out start at multiples of 16 bytes and all their strides are such multiples."""
     split_kv: bool
     """Whether the rows are too few to fill a GPU unless the keys are split (see `wants_split`)."""
+    mixed: bool
+    """Whether that holds for some sequences only (see `wants_both`)."""
     softcap: bool
     sinks: bool
     scales: bool
@@ -474,7 +502,7 @@ class Call:
         kv = "packed" if self.packed_k else "batched" if self.page_size is None else f"paged({self.page_size})"
         extras = [
             name
-            for name in ("split_kv", "softcap", "sinks", "scales", "num_splits", "out", "grad")
+            for name in ("split_kv", "mixed", "softcap", "sinks", "scales", "num_splits", "out", "grad")
             if getattr(self, name)
         ]
         return (

@@ -108,7 +108,8 @@ def check_name(backend: str) -> None:
 def choose(call: Call, name: str) -> MakeForward:
     """What runs `call`: the named backend's, or with "auto" that of the first that can.
 
-    On a CPU `auto` starts with torch, since Triton's interpreter is for debugging. Raises `UnsupportedError`.
+    On a CPU `auto` starts with torch, since Triton's interpreter is for debugging. On Hopper it shares a mixed batch out
+    between cute and triton. Raises `UnsupportedError`.
     """
     check_name(name)
     against = reasons(call)
@@ -117,6 +118,9 @@ def choose(call: Call, name: str) -> MakeForward:
     usable = [b for b in BACKENDS if not against[b.name] and name in ("auto", b.name)]
     if not usable:
         raise UnsupportedError(f"no backend can run this call ({call}).\n{explain(against)}")
+    if call.mixed and {"cute", "triton"} <= {b.name for b in usable} and cute_support.runs_row_intervals(call):
+        log.debug("cute and triton share %s", call)
+        return _kernel(".mixed")
     chosen = usable[-1] if call.device_type == "cpu" else usable[0]
     log.debug("%s runs %s; the backends before it:\n%s", chosen.name, call, explain(against))
     return chosen.load(call)

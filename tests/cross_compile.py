@@ -173,7 +173,7 @@ def decode_launches(d: int, dv: int, keys_dtype: torch.dtype, rows: int) -> Tile
     finally:
         decode.choose_splits = kept
     write(q, k, v, the_plan, pages, options=options, out=out, lse=None)
-    return forward._tiles(q.device, max(d, dv), 2, k.element_size(), rows * 4, rows * 4, 131072)[1]
+    return forward._short_tile(q, k, v, rows * 4, 131072)
 
 
 def bounds_launches(packed: bool) -> None:
@@ -213,8 +213,8 @@ ONLY: dict[str, list[dict[str, Any]]] = {
 
 
 # (head dim of K, of V, dtype of the keys, rows)
-DECODE = [(d, dv, dtype, 1) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
-          for dtype in (torch.bfloat16, torch.float8_e4m3fn)]  # fmt: skip
+DECODE = [(d, dv, dtype, rows) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
+          for dtype in (torch.bfloat16, torch.float8_e4m3fn) for rows in (1, 8)]  # fmt: skip
 DECODE += [(64, 64, torch.bfloat16, 16), (128, 128, torch.bfloat16, 16), (128, 128, torch.float8_e4m3fn, 16)]
 
 

@@ -47,6 +47,7 @@ class Kernel(NamedTuple):
     sinks: torch.dtype | None = None
     lse: bool = False
     dtype: torch.dtype = BF16
+    some_sequences: bool = False
 
 
 ROWS = {
@@ -54,6 +55,7 @@ ROWS = {
     "D96 batched": Kernel(96, 96, group=2, packed=False, lse=True),
     "D128": Kernel(128, 128, group=4, lse=True),
     "D128 float16 sinks": Kernel(128, 128, group=8, sinks=FP32, lse=True, dtype=FP16),
+    "D128 long sequences only": Kernel(128, 128, group=4, page=16, some_sequences=True),
     "D192": Kernel(192, 192, windowed=True),
     "D192/128": Kernel(192, 128),
     "D256 softcap": Kernel(256, 256, group=2, softcap=50.0),
@@ -110,7 +112,7 @@ def compile_rows(kernel: Kernel) -> None:
     sm90.compiled(
         sm90.Variant(
             kernel.dtype, kernel.head_dim, kernel.head_dim_v, kernel.group, tile, kernel.packed, kernel.packed and not paged,
-            paged, kernel.page == tile.n, kernel.softcap is not None, kernel.sinks, kernel.lse,
+            kernel.some_sequences, paged, kernel.page == tile.n, kernel.softcap is not None, kernel.sinks, kernel.lse,
         )
     )  # fmt: skip
 

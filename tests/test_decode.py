@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmattn import Mask, attention, plan
-from mmattn.batch import FEW_ROWS
+from mmattn import batch as batch_module
+from mmattn.batch import FEW_ROWS, SHORT_ROWS
 from mmattn.triton import decode, forward
 
 from .budget import Expected, assert_close, expect
@@ -143,6 +144,50 @@ def test_mixed_batches(
     force_splits(monkeypatch, chosen)
     case = Case(f"mixed-{kind}-{layout}", lens=MIXED, layout=layout, heads=(2, 1), rows_past_end=5, **KINDS[kind])
     check(case, device, count, max_seqlen_q=70)
+
+
+def share(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets auto share mixed batches out however few keys they have, and skips where it cannot; notes when it did."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    sm90 = pytest.importorskip("mmattn.cute.sm90", exc_type=ImportError)
+    settle, shared = sm90.settle, []
+
+    def noting(*args: Any, rows_above: int = 0, **kw: Any) -> Any:
+        if rows_above:
+            shared.append(rows_above)
+        return settle(*args, rows_above=rows_above, **kw)
+
+    monkeypatch.setattr(sm90, "settle", noting)
+    monkeypatch.setattr(batch_module, "BRIEF_REACH", 0)
+    return shared
+
+
+BORDERS = ((70, 4000), (SHORT_ROWS, 300), (SHORT_ROWS + 1, 3000), (130, 130), (2, 5000))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("layout", "page", "lens"),
+    [
+        ("paged", 16, MIXED),
+        ("paged", 16, BORDERS),
+        ("paged", 128, BORDERS),
+        ("packed", 16, MIXED),
+        ("padded", 16, BORDERS),
+    ],
+    ids=["16-mixed", "16-borders", "128-borders", "packed-mixed", "padded-borders"],
+)
+def test_mixed_batches_by_two_kernels(
+    lens: tuple, layout: str, page: int, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long sequences by FlashAttention-4's kernel, short ones by splits: every row is written, each by one of them."""
+    shared = share(monkeypatch)
+    case = Case(f"both-{kind}-{layout}", lens=lens, layout=layout, heads=(8, 2), dims=(128, 128), page=page,
+                rows_past_end=5, **KINDS[kind])  # fmt: skip
+    check(case, device, None, "auto", max_seqlen_q=130)
+    assert shared == [SHORT_ROWS]
 
 
 @pytest.mark.parametrize("past_end", [1, 9, 70])
@@ -326,8 +371,9 @@ def test_a_mixed_batch_is_cheap(count: int | None, device: torch.device, monkeyp
     (_, long_kw), (grid, short_kw) = launches.noted
     assert not long_kw["SPLIT"] and short_kw["SPLIT"] and grid[1] == splits
     if count is None:
-        assert short_kw["TILE_M"] == 16 and grid[0] <= len(lens) + 1
-    assert memory.allocated <= splits * len(lens) * FEW_ROWS * heads * (d + 1) * 4
+        assert short_kw["TILE_M"] == 32 and grid[0] == (len(lens) + 1) * SHORT_ROWS * heads // 32
+    most_rows = SHORT_ROWS if count is None else FEW_ROWS
+    assert memory.allocated <= splits * len(lens) * most_rows * heads * (d + 1) * 4
 
 
 def test_choose_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +552,7 @@ MOST_ROWS = {"decode": 1, "drafts": 8, "mixed": 600, "prefill": 1000}
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("count", [None, 4])
 @pytest.mark.parametrize("kind", ["window", "clamped", "softcap-sinks", "float8"])
-@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("backend", ["triton", "auto", "auto, shared"])
 def test_graph_replays_equal_eager(
     backend: str, kind: str, count: int | None, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +560,9 @@ def test_graph_replays_equal_eager(
     for bit; neither compiles, waits for the device or, in a replay, allocates."""
     from triton import knobs
 
+    sharing = backend == "auto, shared"
+    if sharing:
+        shared, backend = share(monkeypatch), "auto"
     steps, page, b = STEPS[name], 64, 4
     total = max(sum(rows for rows, _ in step) for step in steps) + 3
     random = torch.Generator().manual_seed(0)
@@ -575,3 +624,6 @@ def test_graph_replays_equal_eager(
         assert out.isfinite().all()
         assert torch.equal(out, want) and torch.equal(lse, want_lse), f"step {number}"
     assert not compiled
+    if sharing:
+        both = name in ("mixed", "prefill") and kind != "float8" and count is None
+        assert len(shared) == (2 + len(steps) + 1 if both else 0)  # every plan by both kernels, or none

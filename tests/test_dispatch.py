@@ -14,7 +14,7 @@ import torch
 
 import mmattn
 from mmattn import Mask, UnsupportedError, attention, dispatch, merge_states, reference, supported
-from mmattn.batch import Batch, Call, wants_split
+from mmattn.batch import Batch, Call, wants_both, wants_split
 from mmattn.cute import support as cute_support
 from mmattn.torch_backend import why_not as torch_why_not
 from mmattn.triton import support as triton_support
@@ -118,6 +118,50 @@ def test_which_calls_want_split_kv(changes: dict[str, Any], split: bool) -> None
     spans = torch.zeros(n, 1, 2, dtype=torch.int32) if case["spans"] else None
     batch = Batch.build(q_shape=(n, rows, 32, 128), k_shape=(n, 40000, 8, 128), mm_prefix_range=spans)
     assert wants_split(case["mask"], batch, case["group"], 8, case["head_dim"]) is split
+
+
+STEP = dict(mask=Mask(), sequences=15, heads_kv=8, total_q=1100, max_seqlen_q=1000, keys=40000)
+"""A step of a server: chunks of prompts and decode rows, 120 KV heads of sequences."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "both"),
+    [
+        (dict(), True),
+        (dict(mask=Mask.sliding_window(4096)), False),  # soon read by any kernel
+        (dict(mask=Mask.sliding_window(4097)), True),
+        (dict(mask=Mask.sliding_window(4000), spans=True), False),
+        (dict(mask=Mask.chunked(2048)), False),
+        (dict(keys=4096), False),
+        (dict(sequences=16), False),  # fills a GPU
+        (dict(sequences=1, max_seqlen_q=1100), False),
+        (dict(max_seqlen_q=64), False),  # few rows in all of them
+        (dict(total_q=15000), False),  # all have 1000 rows
+    ],
+)
+def test_which_batches_want_both_kernels(changes: dict[str, Any], both: bool) -> None:
+    case: dict[str, Any] = {**STEP, "spans": False, **changes}
+    n = case["sequences"]
+    int32 = dict(dtype=torch.int32)
+    batch = Batch.build(
+        q_shape=(case["total_q"], 8 * case["heads_kv"], 128), k_shape=(4, 16, case["heads_kv"], 128),
+        cu_seqlens_q=torch.zeros(n + 1, **int32), seqused_k=torch.zeros(n, **int32),
+        page_table=torch.zeros(n, case["keys"] // 16, **int32), max_seqlen_q=case["max_seqlen_q"],
+        mm_prefix_range=torch.zeros(n, 1, 2, **int32) if case["spans"] else None,
+    )  # fmt: skip
+    assert wants_both(case["mask"], batch, case["heads_kv"]) is both
+
+
+def test_only_auto_shares_a_mixed_batch(fa4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_kernel", lambda module: module)
+    choose, mixed = dispatch.choose.__wrapped__, hopper(mixed=True)
+    assert choose(mixed, "auto") == ".mixed"
+    assert choose(mixed, "cute") == ".cute.sm90" and choose(mixed, "triton") == ".triton.forward"
+    assert choose(hopper(mixed=True, capability=(8, 0)), "auto") == ".triton.forward"
+    assert choose(hopper(mixed=True, capability=(10, 0)), "auto") == ".cute.fa4"
+    assert choose(hopper(mixed=True, head_dim=512), "auto") == ".triton.forward"
+    fa4("4.0.0")
+    assert choose(mixed, "auto") == ".cute.fa4"
 
 
 def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

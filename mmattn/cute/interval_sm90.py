@@ -237,6 +237,7 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         softmax_scale: Float32,
         mCuSeqlensQ: Optional[cute.Tensor],
         mCuSeqlensK: Optional[cute.Tensor],
+        mSeqUsedQ: Optional[cute.Tensor],
         mPageTable: Optional[cute.Tensor],
         mSinks: Optional[cute.Tensor],
         mRows: cute.Tensor,
@@ -244,7 +245,10 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         cap: Optional[Float32],
         stream: cuda.CUstream = None,
     ):
-        """Tensors as FA4's `__call__` takes them, the two tables, and the softcap in score units."""
+        """Tensors as FA4's `__call__` takes them, the two tables, and the softcap in score units.
+
+        `mSeqUsedQ` holds the rows of each sequence, 0 for those that are to be left alone.
+        """
         tables = Tables.create(mRows, mRanges, mCuSeqlensQ, mO, mLSE, mSinks)
         scalars = (cap,) if const_expr(cap is not None) else None
         FlashAttentionForwardSm90.__call__(
@@ -257,7 +261,7 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
             softmax_scale,
             mCuSeqlensQ,
             mCuSeqlensK,
-            None,
+            mSeqUsedQ,
             None,
             mPageTable,
             None,

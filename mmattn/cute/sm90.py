@@ -55,6 +55,7 @@ class Variant(NamedTuple):
     tile: Tile
     packed_q: bool
     packed_k: bool
+    some_sequences: bool
     paged: bool
     page_is_block: bool
     softcap: bool
@@ -77,9 +78,9 @@ def tile_shape(head_dim: int, head_dim_v: int, windowed: bool, page_size: int | 
 
 def settle(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, options: Options, out: Tensor,
-    lse: Tensor | None,
+    lse: Tensor | None, rows_above: int = 0,
 ) -> Write:  # fmt: skip
-    """The kernel of this call and of others like it; see `plan.Settle`.
+    """The kernel of this call and of others like it; see `plan.Settle`. Sequences of up to `rows_above` rows are not written.
 
     q `[T, Hq, D]` or `[B, S, Hq, D]`; k, v `[Tk, Hkv, D]`, `[B, Sk, Hkv, D]` or paged `[P, page, Hkv, D]` with
     `page_table` int32 `[B, max_pages]`; out like q with v's last dim; lse fp32 `[Hq, T]` or `[B, Hq, S]`, natural log.
@@ -105,6 +106,7 @@ def settle(
         tile,
         batch.cu_seqlens_q is not None,
         packed_k,
+        rows_above > 0,
         page_table is not None,
         page_size == tile.n,
         options.softcap is not None,
@@ -114,6 +116,7 @@ def settle(
     kernel = compiled(variant)
     table, intervals = plan.tiles(tile.m, group, tile.n), plan.rows
     cu_seqlens_k = batch.cu_seqlens_k if packed_k else None
+    seqused_q = batch.q_lens_above(rows_above) if rows_above else None
 
     def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
         if unsqueeze_q:
@@ -129,6 +132,7 @@ def settle(
             max(options.scale, LEAST_SCALE),
             batch.cu_seqlens_q,
             cu_seqlens_k,
+            seqused_q,
             page_table,
             kernel_sinks(options.sinks),
             intervals,
@@ -192,6 +196,7 @@ def _compile(variant: Variant):
         1.0,
         vector(cutlass.Int32) if variant.packed_q else None,
         vector(cutlass.Int32) if variant.packed_k else None,
+        vector(cutlass.Int32) if variant.some_sequences else None,
         vector(cutlass.Int32, (cute.sym_int(), cute.sym_int())) if variant.paged else None,
         None if variant.sinks is None else vector(_DTYPES[variant.sinks]),
         table(2),

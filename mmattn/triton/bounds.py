@@ -53,15 +53,15 @@ def sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q):
 
 
 @triton.jit
-def tile_at(slot, index, starts):
+def tile_at(slot, index, starts, TILES: tl.constexpr):
     """Slot, sequence (-1: unused) and number within the sequence of a tile of a table.
 
-    With `starts`, `slot` counts sequences, of which only the first tile is meant: one load less to wait for.
+    With `starts`, `slot` counts `TILES` for every sequence, which may have fewer: one load less to wait for.
     """
     if starts is not None:
-        seq = slot
-        m = slot * 0
-        slot = tl.load(starts + seq)
+        seq = slot // TILES
+        m = slot % TILES
+        slot = tl.load(starts + seq) + m
     else:
         seq = tl.load(index + slot * 2)
         m = tl.load(index + slot * 2 + 1)

@@ -24,9 +24,13 @@ class Tile(NamedTuple):
     tma: bool = False
     ahead: bool = False
     programs: int = 1
-    """How many share a multiprocessor, where the number of splits follows from it."""
-    registers: int = 0
-    """The most a thread may have; 0 = as many as the compiler likes."""
+    """How many must find room on a multiprocessor, where the number of splits follows from it."""
+
+    @property
+    def registers(self) -> int | None:
+        """The most a thread may have for that, of NVIDIA's 64 Ki, in eights; None where every number will do."""
+        most = 65536 // (32 * self.warps * self.programs) // 8 * 8
+        return most if most < 255 else None
 
 
 _T = TypeVar("_T")
@@ -109,41 +113,40 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
 
 
 # Few rows: what counts is bytes in flight, so several programs share a multiprocessor.
-# (head dim, bytes of a key element) -> keys per block, stages, programs for which a multiprocessor has registers, and
-# registers per thread where it has them only if asked. Tiles of more than 32 rows: two programs, not asked.
-_SHORT: dict[tuple[int, int], tuple[int, int, int, int]] = {
-    (64, 1): (128, 2, 4, 0),
-    (128, 1): (128, 2, 3, 168),
-    (256, 1): (32, 2, 3, 0),
-    (512, 1): (32, 2, 2, 0),
-    (64, 2): (128, 2, 3, 0),
-    (128, 2): (64, 2, 3, 0),
-    (256, 2): (32, 2, 3, 168),
-    (512, 2): (16, 3, 2, 0),
-    (64, 4): (32, 3, 2, 0),
-    (128, 4): (32, 2, 2, 0),
-    (256, 4): (16, 2, 2, 0),
-    (512, 4): (16, 1, 2, 0),
+# (head dim, bytes of a key element) -> keys per block, stages, programs on a multiprocessor as far as registers go with
+# 16 rows. With 32 rows three at the most, with more two: wgmma needs its registers.
+_SHORT: dict[tuple[int, int], tuple[int, int, int]] = {
+    (64, 1): (128, 2, 4),
+    (128, 1): (128, 2, 3),
+    (256, 1): (32, 2, 3),
+    (512, 1): (32, 2, 2),
+    (64, 2): (128, 2, 3),
+    (128, 2): (64, 2, 3),
+    (256, 2): (32, 2, 3),
+    (512, 2): (16, 3, 2),
+    (64, 4): (32, 3, 2),
+    (128, 4): (32, 2, 2),
+    (256, 4): (16, 2, 2),
+    (512, 4): (16, 1, 2),
 }
 SHORT_WINDOW = 2048
 """Where rows see no more keys than this smaller blocks win: less of the two edges is wasted."""
-_SHARED_MEMORY = {"sm90": 227 * 1024, "sm80": 163 * 1024, "small": 64 * 1024}
+_SHARED_MEMORY = {"sm90": 228 * 1024, "sm80": 164 * 1024, "small": 64 * 1024}
 
 
 def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int, window: int) -> Tile:
     """The tile of the split path, for `packed_rows` rows of one KV head each of which sees at most `window` keys."""
     size = min(4, key_bytes)
-    tile_n, stages, programs, registers = _entry(_SHORT, head_dim, size)
+    tile_n, stages, programs = _entry(_SHORT, head_dim, size)
     if window <= SHORT_WINDOW and tile_n > 32:
         tile_n, stages = tile_n // 2, stages + 1
     rows = _tile_rows(packed_rows, 64 if head_dim <= 256 else 32)
-    if rows > 32:
-        programs, registers = 2, 0
     if arch == "small" and head_dim > 128:
         stages = 1
-    used = rows * head_dim * 2 + stages * tile_n * head_dim * 2 * key_bytes
-    programs = max(1, min(programs, _SHARED_MEMORY[arch] // used))
-    return Tile(rows, tile_n, 4, stages, programs=programs, registers=registers)
+    # q, the weights, and K and V of all stages but the one in registers; every program loses 1 KiB.
+    used = rows * (head_dim + tile_n) * 2 + max(1, stages - 1) * tile_n * head_dim * 2 * key_bytes + 1024
+    programs = min(programs, 4 if rows <= 16 else 3 if rows <= 32 else 2, _SHARED_MEMORY[arch] // used)
+    return Tile(rows, tile_n, 4, stages, programs=max(1, programs))
 
 
 def split_head_dim(d: int, whole: bool = False) -> tuple[int, int]:

@@ -60,12 +60,12 @@ def _combine_kernel(
     part, out, lse, sinks, index, starts, cu_seqlens_q,
     part_split, part_row, part_head, part_lse_split, part_lse_head, part_rows, out_batch, out_row, out_head,
     lse_batch, lse_head, splits, seqlen_q, total_q, heads_kv, batch_size, rows_upto,
-    GROUP: tl.constexpr, DV: tl.constexpr, TILE_M: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
-    PTX: tl.constexpr,
+    GROUP: tl.constexpr, DV: tl.constexpr, TILE_M: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles * heads_kv, TILE_M, columns / WIDTH): one packed row each."""
     head_kv = tl.program_id(0) % heads_kv
-    _, seq, m = tile_at(tl.program_id(0) // heads_kv, index, starts)
+    _, seq, m = tile_at(tl.program_id(0) // heads_kv, index, starts, TILES)
     row0, length = sequence_rows(tl.maximum(seq, 0), cu_seqlens_q, batch_size, total_q, seqlen_q)
     if PTX >= 90:  # launched while the splits still run; all programs wait, so that none of this ends before them
         gdc_wait()
@@ -149,10 +149,11 @@ class Parts(NamedTuple):
 
 def combine(
     parts: Parts, out: Tensor, lse: Tensor | None, batch: Batch, index: Tensor, starts: Tensor | None, tiles: int,
-    tile_m: int, group: int, rows_upto: int,
+    tile_m: int, group: int, rows_upto: int, by_sequence: int,
 ) -> Launch:  # fmt: skip
     """A function of (part, out, lse, sinks) that merges partial results into `out` and `lse`, for tensors like
-    these. A sink counts once. `index` and `starts` are those of the tile table, `starts` only where tiles go by sequence."""
+    these. A sink counts once. `index` and `starts` are those of the tile table, `starts` only where there are so many
+    tiles `by_sequence`."""
     heads_kv, width = out.shape[-2] // group, 64
     at_once = 32 if parts.splits <= 32 else MAX_SPLITS
     arch = ptx(out.device)
@@ -162,7 +163,9 @@ def combine(
         *parts.out_strides, *parts.lse_strides, parts.rows, *strides(out), *lse_strides(lse), parts.splits,
         batch.seqlen_q or 0, batch.total_q, heads_kv, batch.batch_size, rows_upto,
     )  # fmt: skip
-    constants = dict(GROUP=group, DV=out.shape[-1], TILE_M=tile_m, WIDTH=width, SPLITS=at_once, PTX=arch)
+    constants = dict(
+        GROUP=group, DV=out.shape[-1], TILE_M=tile_m, TILES=by_sequence, WIDTH=width, SPLITS=at_once, PTX=arch
+    )
     options: dict[str, Any] = dict(num_warps=2 if at_once == 32 else 4)
     if arch >= 90:
         options["launch_pdl"] = True

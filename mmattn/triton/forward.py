@@ -8,7 +8,6 @@ It knows nothing of masks beyond `[lo, hi)` per row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
 
 import torch
 import triton
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from ..batch import FEW_ROWS, Batch, row_reach
+from ..batch import FEW_ROWS, SHORT_ROWS, Batch, row_reach
 from ..plan import Options, Plan, Write
 from . import decode
 from .bounds import sequence_rows, tile_at
@@ -212,7 +211,7 @@ def _forward_kernel(
     k_rows_batch, k_rows_head, k_cols_head, v_rows_batch, v_rows_head, v_cols_head,
     seqlen_q, total_q, heads_kv, batch_size, capacity, rows_above, rows_upto, part_rows, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K_HEAD: tl.constexpr, K_TAIL: tl.constexpr,
-    V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    V_HEAD: tl.constexpr, V_TAIL: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILES: tl.constexpr,
     PAGE: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr, KEYS8: tl.constexpr,
     PAIRS: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +220,7 @@ def _forward_kernel(
     # Heads vary fastest and tiles run backwards: on causal masks the longest tiles start first.
     head_kv = tl.program_id(0) % heads_kv
     slot = tl.num_programs(0) // heads_kv - 1 - tl.program_id(0) // heads_kv
-    slot, seq, m = tile_at(slot, index, starts)
+    slot, seq, m = tile_at(slot, index, starts, TILES)
     if SPLIT and PTX >= 90:  # `combine` may be launched
         gdc_launch_dependents()
     if seq < 0:
@@ -239,6 +238,9 @@ def _forward_kernel(
         lse_row = seq.to(tl.int64) * lse_batch
     if (length * GROUP <= rows_above) | (length * GROUP > rows_upto):  # the other launch's sequences
         return
+    if TILES > 1:
+        if m * TILE_M >= length * GROUP:
+            return
     packed = m * TILE_M + tl.arange(0, TILE_M)
     i = packed // GROUP
     head = head_kv * GROUP + packed % GROUP
@@ -402,38 +404,38 @@ def settle(
     from host sizes; lengths are read on the device.
     """
     batch = plan.batch
-    heads_kv = k.shape[-2]
-    group = q.shape[-2] // heads_kv
-    passes: list[_Pass] = []
-    settled = partial(_settle_pass, q, k, v, plan, page_table, options, out, lse)
-    tiles = partial(_tiles, q.device, max(k.shape[-1], v.shape[-1]), q.element_size(), k.element_size())
+    group = q.shape[-2] // k.shape[-2]
     rows, few_rows = batch.max_seqlen_q * group, FEW_ROWS * group
-    few = rows <= few_rows
-    mixed = batch.packed_q and batch.batch_size > 1 and batch.total_q < batch.batch_size * batch.max_seqlen_q
+    call = (q, k, v, plan, page_table, options, out, lse)
+    passes: list[_Pass] = []
     if batch.total_q == 0:
         pass
     elif options.num_splits is not None:
         # Nothing may depend on the batch: a sequence's own length decides, and tiles are the tallest.
-        long_tile, short_tile = tiles(2**31, 2**31, 2**31)
         longest = max(rows, batch.total_q * group) if batch.packed_q else rows  # rows of no sequence count too
         if longest > few_rows:
-            passes.append(settled(long_tile, 1, rows_above=few_rows))
-        passes.append(settled(short_tile, options.num_splits, rows_upto=few_rows))
+            passes.append(_settle_pass(*call, _long_tile(q, v, 2**31), 1, rows_above=few_rows))
+        tile = _short_tile(q, k, v, 2**31, 2**31)
+        passes.append(_settle_pass(*call, tile, options.num_splits, rows_upto=few_rows))
+    elif rows <= few_rows:
+        passes.append(_settle_short(*call, batch.max_seqlen_q))
+    elif batch.uneven:
+        passes.append(_settle_pass(*call, _long_tile(q, v, rows), 1, rows_above=SHORT_ROWS * group))
+        passes.append(_settle_short(*call, SHORT_ROWS, beside_long=True))
     else:
-        reach = row_reach(plan.mask, batch)
-        # (A tile that spans two chunks may meet more.)
-        keys = min(_held_keys(k, batch, page_table), reach + batch.max_seqlen_q - 1)
-        long_tile, short_tile = tiles(rows, rows if few else group, reach)
-        if few:
-            programs = batch.batch_size * -(-rows // short_tile.tile_m) * heads_kv
-            passes.append(settled(short_tile, decode.choose_splits(q.device, programs, short_tile.programs, keys)))
-        elif mixed:
-            passes.append(settled(long_tile, 1, rows_above=short_tile.tile_m))
-            splits = decode.choose_splits(q.device, batch.batch_size * heads_kv, short_tile.programs, keys)
-            passes.append(settled(short_tile, splits, rows_upto=short_tile.tile_m))
-        else:
-            passes.append(settled(long_tile, 1))
+        passes.append(_settle_pass(*call, _long_tile(q, v, rows), 1))
+    return _all_of(passes)
 
+
+def settle_short(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, options: Options, out: Tensor,
+    lse: Tensor | None,
+) -> Write:  # fmt: skip
+    """`settle` for the sequences of up to `SHORT_ROWS` rows in an uneven batch; rows of the others are not written."""
+    return _all_of([_settle_short(q, k, v, plan, page_table, options, out, lse, SHORT_ROWS, beside_long=True)])
+
+
+def _all_of(passes: list[_Pass]) -> Write:
     def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
         for one in passes:
             one(q, k, v, page_table, options, out, lse)
@@ -441,17 +443,37 @@ def settle(
     return write
 
 
+def _settle_short(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, options: Options, out: Tensor,
+    lse: Tensor | None, most_rows: int, beside_long: bool = False,
+) -> _Pass:  # fmt: skip
+    """The split pass over sequences of up to `most_rows` rows, which are all, or else stand beside longer ones."""
+    batch, heads_kv = plan.batch, k.shape[-2]
+    rows = most_rows * (q.shape[-2] // heads_kv)
+    reach = row_reach(plan.mask, batch)
+    # Beside long ones, most have one row, and many programs find that their sequence has no such tile.
+    tile = _short_tile(q, k, v, min(rows, 32) if beside_long else rows, reach)
+    tiles = -(-rows // tile.tile_m)
+    keys = min(_held_keys(k, batch, page_table), reach + most_rows - 1)  # (A tile that spans two chunks may meet more.)
+    programs = batch.batch_size * heads_kv * (1 if beside_long else tiles)
+    splits = decode.choose_splits(q.device, programs, tile.programs, keys)
+    limit = dict(rows_upto=rows, by_sequence=tiles) if beside_long else {}
+    return _settle_pass(q, k, v, plan, page_table, options, out, lse, tile, splits, **limit)
+
+
 def _settle_pass(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, options: Options, out: Tensor,
-    lse: Tensor | None, tile: Tile, splits: int, rows_above: int = 0, rows_upto: int = 2**31 - 1,
+    lse: Tensor | None, tile: Tile, splits: int, rows_above: int = 0, rows_upto: int = 2**31 - 1, by_sequence: int = 0,
 ) -> _Pass:  # fmt: skip
-    """One pass over the sequences with `rows_above < packed rows <= rows_upto`, in `splits` parts."""
+    """One pass over the sequences with `rows_above < packed rows <= rows_upto`, in `splits` parts.
+
+    With `by_sequence` the grid has that many tiles for each of them, else as many as the tile table has slots.
+    """
     batch, device = plan.batch, q.device
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], k.shape[-1], v.shape[-1]
     group = heads // heads_kv
     table = plan.tiles(tile.tile_m, group, tile.tile_n)
-    by_sequence = rows_upto <= tile.tile_m
-    tiles = batch.batch_size + batch.packed_q if by_sequence else table.ranges.shape[0]
+    tiles = (batch.batch_size + batch.packed_q) * by_sequence or table.ranges.shape[0]
     starts = table.starts if by_sequence else None
     # Triton 3.6 miscompiles two products with one row block (wrong rows, wild reads) where their operands pass through
     # registers: loads that cannot be vectorised, and float8 in tiles that fill Hopper's matrix instruction.
@@ -482,7 +504,8 @@ def _settle_pass(
         parts = decode.Parts(splits, batch.batch_size, min(batch.max_seqlen_q, rows_upto // group), heads, head_dim_v)
         (out_split, out_row, out_head), (lse_split, lse_head) = parts.out_strides, parts.lse_strides
         results = (0, out_row, out_head, 0, lse_head, out_split, lse_split)
-        combine = decode.combine(parts, out, lse, batch, table.index, starts, tiles, tile.tile_m, group, rows_upto)
+        combine = decode.combine(parts, out, lse, batch, table.index, starts, tiles, tile.tile_m, group, rows_upto,
+                                 by_sequence)  # fmt: skip
     precision = "ieee" if q.dtype is torch.float32 else "tf32"
     if q.dtype is torch.bfloat16 and device.type == "cpu" and not keys8:
         precision = "interpreted bf16"
@@ -498,14 +521,14 @@ def _settle_pass(
     )  # fmt: skip
     constants = dict(
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
-        TILE_M=tile.tile_m, TILE_N=tile.tile_n, PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None,
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n, TILES=by_sequence, PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None,
         PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
         AHEAD=tile.ahead and forms is not None,
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
     of_plan = (plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k)
     compiling = dict(num_warps=tile.warps, num_stages=tile.stages)
-    if tile.registers and ptx(device) > 0:
+    if tile.registers is not None and ptx(device) > 0:
         compiling["maxnreg"] = tile.registers
     launch = Launch(_forward_kernel, grid, of_plan, scalars, constants, **compiling)
 
@@ -533,19 +556,10 @@ def _held_keys(k: Tensor, batch: Batch, page_table: Tensor | None) -> int:
     return keys if batch.max_seqlen_k is None else min(keys, batch.max_seqlen_k)
 
 
-@lru_cache(maxsize=4096)
-def _tiles(
-    device: torch.device,
-    head_dim: int,
-    element_bytes: int,
-    key_bytes: int,
-    packed_rows: int,
-    short_rows: int,
-    window: int,
-) -> tuple[Tile, Tile]:
-    """The tile for long sequences and the one for few rows."""
-    arch = architecture(device)
-    return (
-        choose_tile(arch, head_dim, element_bytes, packed_rows),
-        choose_short_tile(arch, head_dim, key_bytes, short_rows, window),
-    )
+def _long_tile(q: Tensor, v: Tensor, packed_rows: int) -> Tile:
+    return choose_tile(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), packed_rows)
+
+
+def _short_tile(q: Tensor, k: Tensor, v: Tensor, packed_rows: int, reach: int) -> Tile:
+    arch = architecture(q.device)
+    return choose_short_tile(arch, max(q.shape[-1], v.shape[-1]), k.element_size(), packed_rows, reach)
