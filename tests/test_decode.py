@@ -203,6 +203,27 @@ def test_rows_of_no_sequence(
         check(case, device, count, max_seqlen_q=2)
 
 
+@pytest.mark.parametrize("past_end", [1, 70])
+@pytest.mark.parametrize(
+    ("backend", "count", "chosen"), [("torch", None, 1), ("triton", 2, 1), ("triton", None, 1), ("triton", None, 3)]
+)
+def test_rows_of_no_sequence_have_no_scale(
+    backend: str, count: int | None, chosen: int, past_end: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NaN stands behind the scales in memory."""
+    force_splits(monkeypatch, chosen)
+    scales = torch.full((4, 2), float("nan"), device=device)
+    scales[:3] = 0.5
+    lens = [1, 2, 70]
+    q = torch.randn(sum(lens) + past_end, 4, 32, device=device)
+    k = torch.randn(3, 90, 2, 32, device=device)
+    out = attention(
+        q, k, k, Mask(), cu_seqlens_q=guarded([0, 1, 3, 73], device), seqused_k=guarded([90, 9, 80], device), num_splits=count,
+        k_scale=scales[:3], v_scale=scales[:3], max_seqlen_q=70, backend=backend,
+    )  # fmt: skip
+    assert out.isfinite().all() and not out[sum(lens) :].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [None, *COUNTS])  # varies fastest: one oracle serves all
 @pytest.mark.parametrize("kind", KINDS)
@@ -371,7 +392,7 @@ def test_a_mixed_batch_is_cheap(count: int | None, device: torch.device, monkeyp
     (_, long_kw), (grid, short_kw) = launches.noted
     assert not long_kw["SPLIT"] and short_kw["SPLIT"] and grid[1] == splits
     if count is None:
-        assert short_kw["TILE_M"] == 32 and grid[0] == (len(lens) + 1) * SHORT_ROWS * heads // 32
+        assert short_kw["TILE_M"] == SHORT_ROWS * heads and grid[0] == len(lens) + 1
     most_rows = SHORT_ROWS if count is None else FEW_ROWS
     assert memory.allocated <= splits * len(lens) * most_rows * heads * (d + 1) * 4
 

@@ -287,7 +287,7 @@ def _forward_kernel(
             )
             return
     if k_scale is not None:
-        scale *= tl.load(k_scale + seq * k_scale_batch + head_kv * k_scale_head)
+        scale *= tl.load(k_scale + seq * k_scale_batch + head_kv * k_scale_head, mask=seq < batch_size, other=0.0)
 
     k_row = 0
     k_col = 0
@@ -373,7 +373,7 @@ def _forward_kernel(
         top = new_top
     inverse = tl.where(total > 0, 1 / total, 0.0)
     if v_scale is not None:
-        inverse *= tl.load(v_scale + seq * v_scale_batch + head_kv * v_scale_head)
+        inverse *= tl.load(v_scale + seq * v_scale_batch + head_kv * v_scale_head, mask=seq < batch_size, other=0.0)
     if SPLIT:  # (Any earlier, and ptxas takes so many registers that one program less fits on a multiprocessor.)
         lse = lse_of_parts(parts, tl.num_programs(1), out_split) + tl.program_id(1).to(tl.int64) * lse_split
     if lse is not None:
@@ -451,11 +451,11 @@ def _settle_short(
     batch, heads_kv = plan.batch, k.shape[-2]
     rows = most_rows * (q.shape[-2] // heads_kv)
     reach = row_reach(plan.mask, batch)
-    # Beside long ones, most have one row, and many programs find that their sequence has no such tile.
-    tile = _short_tile(q, k, v, min(rows, 32) if beside_long else rows, reach)
+    # (Float8 gains nothing in taller tiles, but sequences of one row would lose.)
+    tile = _short_tile(q, k, v, min(rows, 32) if beside_long and k.element_size() == 1 else rows, reach)
     tiles = -(-rows // tile.tile_m)
     keys = min(_held_keys(k, batch, page_table), reach + most_rows - 1)  # (A tile that spans two chunks may meet more.)
-    programs = batch.batch_size * heads_kv * (1 if beside_long else tiles)
+    programs = batch.batch_size * heads_kv * (1 if beside_long else tiles)  # beside long ones, few fill a second tile
     splits = decode.choose_splits(q.device, programs, tile.programs, keys)
     limit = dict(rows_upto=rows, by_sequence=tiles) if beside_long else {}
     return _settle_pass(q, k, v, plan, page_table, options, out, lse, tile, splits, **limit)
