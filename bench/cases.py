@@ -207,35 +207,31 @@ def _w6(name: str, pick: Pick) -> Case:
     return Case(name, title, _GEMMA4, 32, 4, 512, 512, Mask.causal_(), (Sequence(length, length),))
 
 
-@_case("W7", "W7b", "W7c", "W7d", "W7e", "W7f", "W7g", "W7h", "W7i", "W7j")
+_WIDE = {
+    "W7j": ("google/gemma-3-12b-it config.json, a global layer: 16/8 heads of 256", 16, 8, 256),
+    "W7k": ("google/gemma-4-31B-it config.json, a global layer: 32/4 heads of 512", 32, 4, 512),
+}
+
+
+@_case("W7", "W7b", "W7c", "W7d", "W7e", "W7f", "W7g", "W7h", "W7i", "W7j", "W7k", "W7l")
 def _w7(name: str, pick: Pick) -> Case:
     batch, rows, length, window = {
         "W7": (pick(64, 4), 1, 32768, None),
-        "W7b": (1, 1, 131072, None),
         "W7c": (pick(64, 4), 1, 32768, 1024),
         "W7d": (1, 1, 131072, 1024),
         "W7e": (1, 16, 131072, None),
         "W7f": (1, 1, 4096, 1024),
         "W7g": (1, 1, 262144, 1024),
         "W7h": (pick(64, 4), 1, 32768, None),
-        "W7i": (1, 1, 131072, None),
-        "W7j": (1, 1, 131072, None),
-    }[name]
+        "W7l": (pick(64, 4), 1, 8192, None),
+    }.get(name, (1, 1, 131072, None))
+    source, heads_q, heads_kv, d = _WIDE.get(name, (_QWEN3, 32, 8, 128))
     float8 = name in ("W7h", "W7i")
     keys = pick(length, length // 256)
-    mask = Mask.causal_() if window is None else Mask.sliding_window(pick(window, window // 64))
+    mask = Mask.causal_() if window is None else Mask.sliding_window(pick(window, 16))
     about = f"{batch} x {length // 1024}k"
     about += (f", {rows} rows to verify" if rows > 1 else "") + (f", window {window}" if window else "")
-    about += ", float8 K and V" if float8 else ""
-    source, heads_q, heads_kv, d = _QWEN3, 32, 8, 128
-    if name == "W7j":
-        about += ", head dim 256"
-        source, heads_q, heads_kv, d = (
-            "google/gemma-3-12b-it config.json, a global layer: 16/8 heads of 256",
-            16,
-            8,
-            256,
-        )
+    about += (", float8 K and V" if float8 else "") + (f", head dim {d}" if d > 128 else "")
     return Case(
         name, f"decode, {about}", source, heads_q, heads_kv, d, d, mask, (Sequence(rows, keys),) * batch, 16,
         decode=True, float8=float8,

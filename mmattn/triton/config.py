@@ -114,16 +114,16 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
 
 # Few rows: what counts is bytes in flight, so several programs share a multiprocessor.
 # (head dim, bytes of a key element) -> keys per block, stages, programs on a multiprocessor as far as registers go with
-# 16 rows. With 32 rows three at the most, with more two: wgmma needs its registers.
+# 16 rows. With 32 rows three at the most, with more two: wgmma needs its registers. All measured on an H200.
 _SHORT: dict[tuple[int, int], tuple[int, int, int]] = {
     (64, 1): (128, 2, 4),
     (128, 1): (128, 2, 3),
-    (256, 1): (32, 2, 3),
-    (512, 1): (32, 2, 2),
+    (256, 1): (32, 2, 4),
+    (512, 1): (32, 2, 3),
     (64, 2): (128, 2, 3),
     (128, 2): (64, 2, 3),
     (256, 2): (32, 2, 3),
-    (512, 2): (16, 3, 2),
+    (512, 2): (16, 3, 3),
     (64, 4): (32, 3, 2),
     (128, 4): (32, 2, 2),
     (256, 4): (16, 2, 2),
@@ -134,7 +134,9 @@ SHORT_WINDOW = 2048
 _SHARED_MEMORY = {"sm90": 228 * 1024, "sm80": 164 * 1024, "small": 64 * 1024}
 
 
-def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int, window: int) -> Tile:
+def choose_short_tile(
+    arch: str, head_dim: int, key_bytes: int, packed_rows: int, window: int, paged: bool = False
+) -> Tile:
     """The tile of the split path, for `packed_rows` rows of one KV head each of which sees at most `window` keys."""
     size = min(4, key_bytes)
     tile_n, stages, programs = _entry(_SHORT, head_dim, size)
@@ -143,9 +145,11 @@ def choose_short_tile(arch: str, head_dim: int, key_bytes: int, packed_rows: int
     rows = _tile_rows(packed_rows, 64 if head_dim <= 256 else 32)
     if arch == "small" and head_dim > 128:
         stages = 1
-    # q, the weights, and K and V of all stages but the one in registers; every program loses 1 KiB.
-    used = rows * (head_dim + tile_n) * 2 + max(1, stages - 1) * tile_n * head_dim * 2 * key_bytes + 1024
-    programs = min(programs, 4 if rows <= 16 else 3 if rows <= 32 else 2, _SHARED_MEMORY[arch] // used)
+    # q, the weights, and K and V of all stages but one (but two where page numbers have their own); a program loses 1 KiB.
+    blocks = max(1, stages - 1 - paged)
+    used = rows * (head_dim + tile_n) * 2 + blocks * tile_n * head_dim * 2 * key_bytes + 1024
+    most = 4 if rows <= 16 else 3 if rows <= 32 and head_dim <= 256 else 2
+    programs = min(programs, most, _SHARED_MEMORY[arch] // used)
     return Tile(rows, tile_n, 4, stages, programs=max(1, programs))
 
 

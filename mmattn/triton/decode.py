@@ -23,8 +23,8 @@ from .layout import lse_strides, strides
 
 FEWEST_KEYS = 64
 """A split with fewer keys costs more in combining than it gains."""
-LONG = 8192
-"""Keys of one split where programs abound: there splits only level out the end, and must cost nothing."""
+LONG = 2048
+"""Fewest keys of a split where programs abound: there splits only level out the end, and must cost little."""
 MAX_SPLITS = 128
 
 

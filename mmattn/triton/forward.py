@@ -415,7 +415,7 @@ def settle(
         longest = max(rows, batch.total_q * group) if batch.packed_q else rows  # rows of no sequence count too
         if longest > few_rows:
             passes.append(_settle_pass(*call, _long_tile(q, v, 2**31), 1, rows_above=few_rows))
-        tile = _short_tile(q, k, v, 2**31, 2**31)
+        tile = _short_tile(q, k, v, 2**31, 2**31, page_table is not None)
         passes.append(_settle_pass(*call, tile, options.num_splits, rows_upto=few_rows))
     elif rows <= few_rows:
         passes.append(_settle_short(*call, batch.max_seqlen_q))
@@ -452,7 +452,8 @@ def _settle_short(
     rows = most_rows * (q.shape[-2] // heads_kv)
     reach = row_reach(plan.mask, batch)
     # (Float8 gains nothing in taller tiles, but sequences of one row would lose.)
-    tile = _short_tile(q, k, v, min(rows, 32) if beside_long and k.element_size() == 1 else rows, reach)
+    packed_rows = min(rows, 32) if beside_long and k.element_size() == 1 else rows
+    tile = _short_tile(q, k, v, packed_rows, reach, page_table is not None)
     tiles = -(-rows // tile.tile_m)
     keys = min(_held_keys(k, batch, page_table), reach + most_rows - 1)  # (A tile that spans two chunks may meet more.)
     programs = batch.batch_size * heads_kv * (1 if beside_long else tiles)  # beside long ones, few fill a second tile
@@ -560,6 +561,6 @@ def _long_tile(q: Tensor, v: Tensor, packed_rows: int) -> Tile:
     return choose_tile(architecture(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), packed_rows)
 
 
-def _short_tile(q: Tensor, k: Tensor, v: Tensor, packed_rows: int, reach: int) -> Tile:
-    arch = architecture(q.device)
-    return choose_short_tile(arch, max(q.shape[-1], v.shape[-1]), k.element_size(), packed_rows, reach)
+def _short_tile(q: Tensor, k: Tensor, v: Tensor, packed_rows: int, reach: int, paged: bool) -> Tile:
+    head_dim = max(q.shape[-1], v.shape[-1])
+    return choose_short_tile(architecture(q.device), head_dim, k.element_size(), packed_rows, reach, paged)
