@@ -158,7 +158,9 @@ def forward_launches(
     write(q, k, v, the_plan, page_table, options=options, out=out, lse=lse)
 
 
-def decode_launches(d: int, dv: int, keys_dtype: torch.dtype, rows: int, paged: bool = True) -> Tile:
+def decode_launches(
+    d: int, dv: int, keys_dtype: torch.dtype, rows: int, paged: bool = True, window: int | None = None
+) -> Tile:
     """One row (or several) of one sequence against 128k keys, cut into splits; returns the tile."""
     q = torch.empty(1, rows, 8, d, dtype=torch.bfloat16, device=META)
     held = (8192, 16) if paged else (1, 131072)
@@ -166,7 +168,8 @@ def decode_launches(d: int, dv: int, keys_dtype: torch.dtype, rows: int, paged: 
     pages = torch.zeros(1, 8192, dtype=torch.int32) if paged else None
     used = torch.tensor([131072], dtype=torch.int32)
     shape = torch.empty(1, rows, 1, 1)
-    the_plan = plan(Mask.causal_(), q=shape, k=torch.empty(k.shape, device=META), page_table=pages, seqused_k=used)
+    mask = Mask.causal_() if window is None else Mask.sliding_window(window)
+    the_plan = plan(mask, q=shape, k=torch.empty(k.shape, device=META), page_table=pages, seqused_k=used)
     out = torch.empty(1, rows, 8, dv, dtype=torch.bfloat16, device=META)
     options = Options(d**-0.5)
     kept, decode.choose_splits = decode.choose_splits, lambda *_: 48
@@ -175,7 +178,7 @@ def decode_launches(d: int, dv: int, keys_dtype: torch.dtype, rows: int, paged: 
     finally:
         decode.choose_splits = kept
     write(q, k, v, the_plan, pages, options=options, out=out, lse=None)
-    return forward._short_tile(q, k, v, rows * 4, 131072, paged)
+    return forward._short_tile(q, k, v, rows * 4, window or 131072, paged)
 
 
 def bounds_launches(packed: bool) -> None:
@@ -214,10 +217,11 @@ ONLY: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# (head dim of K, of V, dtype of the keys, rows, whether there are pages)
+# (head dim of K, of V, dtype of the keys, rows, whether there are pages, window)
 DECODE = [(d, dv, dtype, rows) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512))
           for dtype in (torch.bfloat16, torch.float8_e4m3fn) for rows in (1, 8)]  # fmt: skip
 DECODE += [(d, d, torch.bfloat16, rows, False) for d in (128, 512) for rows in (1, 8)]
+DECODE += [(d, d, dtype, 1, True, 1024) for d in (64, 128) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
 DECODE += [(64, 64, torch.bfloat16, 16), (128, 128, torch.bfloat16, 16), (128, 128, torch.float8_e4m3fn, 16)]
 
 

@@ -21,6 +21,7 @@ from mmattn import Mask, attention, plan
 from mmattn import batch as batch_module
 from mmattn.batch import FEW_ROWS, SHORT_ROWS
 from mmattn.triton import decode, forward
+from mmattn.triton.config import Tile
 
 from .budget import Expected, assert_close, expect
 from .calls import skip_unsupported
@@ -400,13 +401,17 @@ def test_a_mixed_batch_is_cheap(count: int | None, device: torch.device, monkeyp
 def test_choose_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, slots = torch.device("cuda", 0), 132 * 4
     monkeypatch.setattr(decode, "_multiprocessors", lambda device: 132)
-    choose = lambda programs, keys: decode.choose_splits(gpu, programs, 4, keys)  # noqa: E731
-    assert decode.choose_splits(torch.device("cpu"), 1, 4, 2**20) == 1
+    tile = Tile(16, 64, 4, 2, programs=4)
+    choose = lambda programs, keys: decode.choose_splits(gpu, programs, tile, keys)  # noqa: E731
+    assert decode.choose_splits(torch.device("cpu"), 1, tile, 2**20) == 1
     assert choose(8, 128 * 1024) == slots // 8, "few programs: one full wave"
     assert choose(1, 2**24) == decode.MAX_SPLITS
     assert choose(8, decode.FEWEST_KEYS * 2 - 1) == 1 and choose(8, decode.FEWEST_KEYS * 2) == 2
     assert choose(512, 32 * 1024) == 4, "many programs: long splits that level out the end"
-    assert choose(512, decode.LONG) == 1 and choose(10**6, 2**24) == 1
+    assert choose(512, 16 * decode.LONG * 2 - 1) == 1 and choose(512, 16 * decode.LONG * 2) == 2
+    assert choose(10**6, 2**24) == 1
+    tall = tile._replace(tile_m=64)
+    assert decode.choose_splits(gpu, 512, tall, 64 * decode.LONG * 2 - 1) == 1, "more rows to combine"
     for programs in (1, 3, 8, 63, 64, 264, 265, 528, 5000):
         for keys in (0, 1, 100, 512, 4096, 131072, 2**24):
             n = choose(programs, keys)
@@ -432,7 +437,7 @@ def test_splits_follow_the_row_interval(
     """A window bounds what there is to split, whatever the size of the cache; lengths on the device do not matter."""
     Launches(monkeypatch)
     seen = []
-    monkeypatch.setattr(decode, "choose_splits", lambda device, programs, resident, keys: seen.append(keys) or 1)
+    monkeypatch.setattr(decode, "choose_splits", lambda device, programs, tile, keys: seen.append(keys) or 1)
     q, k = torch.zeros(2, 3, 4, 16, device=device), torch.zeros(8, 16, 2, 16, device=device)
     args: dict[str, Any] = dict(page_table=torch.zeros(2, 100, dtype=torch.int32, device=device))
     if spans:

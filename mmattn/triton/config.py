@@ -24,13 +24,10 @@ class Tile(NamedTuple):
     tma: bool = False
     ahead: bool = False
     programs: int = 1
-    """How many must find room on a multiprocessor, where the number of splits follows from it."""
-
-    @property
-    def registers(self) -> int | None:
-        """The most a thread may have for that, of NVIDIA's 64 Ki, in eights; None where every number will do."""
-        most = 65536 // (32 * self.warps * self.programs) // 8 * 8
-        return most if most < 255 else None
+    """How many find room on a multiprocessor: the number of splits follows from it."""
+    registers: int | None = None
+    """The most that a thread may have for that. None: the compiler takes no more by itself. (With a limit it takes more than
+    without, up to the limit: where there is room for another program, it would go.)"""
 
 
 _T = TypeVar("_T")
@@ -113,21 +110,20 @@ def choose_tile(arch: str, head_dim: int, element_bytes: int, packed_rows: int) 
 
 
 # Few rows: what counts is bytes in flight, so several programs share a multiprocessor.
-# (head dim, bytes of a key element) -> keys per block, stages, programs on a multiprocessor as far as registers go with
-# 16 rows. With 32 rows three at the most, with more two: wgmma needs its registers. All measured on an H200.
-_SHORT: dict[tuple[int, int], tuple[int, int, int]] = {
-    (64, 1): (128, 2, 4),
-    (128, 1): (128, 2, 3),
-    (256, 1): (32, 2, 4),
-    (512, 1): (32, 2, 3),
-    (64, 2): (128, 2, 3),
-    (128, 2): (64, 2, 3),
-    (256, 2): (32, 2, 3),
-    (512, 2): (16, 3, 3),
-    (64, 4): (32, 3, 2),
-    (128, 4): (32, 2, 2),
-    (256, 4): (16, 2, 2),
-    (512, 4): (16, 1, 2),
+# (head dim, bytes of a key element) -> keys per block, stages, how many programs, whether registers must be limited for them.
+_SHORT: dict[tuple[int, int], tuple[int, int, int, bool]] = {
+    (64, 1): (128, 2, 4, False),
+    (128, 1): (128, 2, 3, True),
+    (256, 1): (32, 2, 4, True),
+    (512, 1): (32, 2, 3, True),
+    (64, 2): (128, 2, 3, False),
+    (128, 2): (64, 2, 3, True),
+    (256, 2): (32, 2, 3, True),
+    (512, 2): (16, 3, 3, True),
+    (64, 4): (32, 3, 2, False),
+    (128, 4): (32, 2, 2, False),
+    (256, 4): (16, 2, 2, False),
+    (512, 4): (16, 1, 2, False),
 }
 SHORT_WINDOW = 2048
 """Where rows see no more keys than this smaller blocks win: less of the two edges is wasted."""
@@ -139,18 +135,24 @@ def choose_short_tile(
 ) -> Tile:
     """The tile of the split path, for `packed_rows` rows of one KV head each of which sees at most `window` keys."""
     size = min(4, key_bytes)
-    tile_n, stages, programs = _entry(_SHORT, head_dim, size)
-    if window <= SHORT_WINDOW and tile_n > 32:
-        tile_n, stages = tile_n // 2, stages + 1
+    tile_n, stages, programs, limited = _entry(_SHORT, head_dim, size)
     rows = _tile_rows(packed_rows, 64 if head_dim <= 256 else 32)
+    if rows == 32 and head_dim <= 256:
+        programs, limited = min(programs, 3), True
+    elif rows > 16:  # (wgmma, of 64 rows, does not compile with fewer registers than it likes)
+        programs, limited = 2, False
+    if window <= SHORT_WINDOW and tile_n > 32:
+        tile_n, stages, programs, limited = tile_n // 2, stages + 1, min(programs, 3), False
     if arch == "small" and head_dim > 128:
         stages = 1
     # q, the weights, and K and V of all stages but one (but two where page numbers have their own); a program loses 1 KiB.
     blocks = max(1, stages - 1 - paged)
     used = rows * (head_dim + tile_n) * 2 + blocks * tile_n * head_dim * 2 * key_bytes + 1024
-    most = 4 if rows <= 16 else 3 if rows <= 32 and head_dim <= 256 else 2
-    programs = min(programs, most, _SHARED_MEMORY[arch] // used)
-    return Tile(rows, tile_n, 4, stages, programs=max(1, programs))
+    programs = max(1, min(programs, _SHARED_MEMORY[arch] // used))
+    registers = 65536 // (32 * 4 * programs) // 8 * 8
+    return Tile(
+        rows, tile_n, 4, stages, programs=programs, registers=registers if limited and registers < 255 else None
+    )
 
 
 def split_head_dim(d: int, whole: bool = False) -> tuple[int, int]:

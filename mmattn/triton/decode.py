@@ -17,29 +17,30 @@ from triton.language.extra.cuda import gdc_wait
 
 from ..batch import Batch
 from .bounds import sequence_rows, tile_at
-from .config import ptx
+from .config import Tile, ptx
 from .launch import Launch
 from .layout import lse_strides, strides
 
 FEWEST_KEYS = 64
 """A split with fewer keys costs more in combining than it gains."""
-LONG = 2048
-"""Fewest keys of a split where programs abound: there splits only level out the end, and must cost little."""
+LONG = 128
+"""Fewest keys of a split, for every row of its tile, where programs abound: splits then only level out the end, and must
+cost little. What they cost is to write and to read a partial result of every row."""
 MAX_SPLITS = 128
 
 
-def choose_splits(device: torch.device, programs: int, resident: int, keys: int) -> int:
-    """How many splits fill a GPU whose multiprocessors hold `resident` programs each.
+def choose_splits(device: torch.device, programs: int, tile: Tile, keys: int) -> int:
+    """How many splits fill a GPU whose multiprocessors hold `tile.programs` programs each.
 
     Few programs are cut to make one even wave; many, which end at different times, into several long ones.
     """
     if device.type != "cuda":
         return 1
-    slots = _multiprocessors(device) * resident
+    slots = _multiprocessors(device) * tile.programs
     if programs * 2 <= slots:
         wanted, fewest = slots // max(programs, 1), FEWEST_KEYS
     else:
-        wanted, fewest = -(-3 * slots // programs), LONG
+        wanted, fewest = -(-3 * slots // programs), LONG * tile.tile_m
     return max(1, min(wanted, keys // fewest, MAX_SPLITS))
 
 

@@ -457,7 +457,7 @@ def _settle_short(
     tiles = -(-rows // tile.tile_m)
     keys = min(_held_keys(k, batch, page_table), reach + most_rows - 1)  # (A tile that spans two chunks may meet more.)
     programs = batch.batch_size * heads_kv * (1 if beside_long else tiles)  # beside long ones, few fill a second tile
-    splits = decode.choose_splits(q.device, programs, tile.programs, keys)
+    splits = decode.choose_splits(q.device, programs, tile, keys)
     limit = dict(rows_upto=rows, by_sequence=tiles) if beside_long else {}
     return _settle_pass(q, k, v, plan, page_table, options, out, lse, tile, splits, **limit)
 
