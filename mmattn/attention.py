@@ -305,7 +305,8 @@ def _check(
         packed_q=batch.cu_seqlens_q is not None, packed_k=batch.cu_seqlens_k is not None,
         page_size=k_shape[1] if paged else None, aligned=all(x is None or _aligned(x) for x in (q, k, v, out)),
         split_kv=wants_split(mask, batch, heads_q // heads_kv, heads_kv, max(head_dim, head_dim_v)),
-        mixed=wants_both(mask, batch, heads_kv), softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
+        mixed=wants_both(mask, batch, heads_kv),
+        softcap=softcap is not None, sinks=sinks is not None, scales=k_scale is not None or v_scale is not None,
         num_splits=num_splits is not None, out=out is not None, grad=grad,
     )  # fmt: skip
 

@@ -437,10 +437,10 @@ def wants_split(mask: Mask, batch: Batch, group: int, heads_kv: int, head_dim: i
 
 
 def wants_both(mask: Mask, batch: Batch, heads_kv: int) -> bool:
-    """Whether such a kernel should leave short sequences of a batch to one that splits their keys.
+    """Whether a kernel as in `wants_split` should leave the short sequences of a batch to one that splits their keys.
 
     By host facts alone: there may be short ones beside long ones, there are too few in all to fill a GPU with a tile for
-    each, and a short one may have many keys to read. (A span may add keys to a window; then this only costs time.)
+    each, and a short one may have many keys to read. (With spans it may have more than the window; that only costs time.)
     """
     reach = _reach_without_spans(mask, batch)
     if batch.max_seqlen_k is not None:

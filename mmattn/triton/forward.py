@@ -522,8 +522,8 @@ def _settle_pass(
     )  # fmt: skip
     constants = dict(
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
-        TILE_M=tile.tile_m, TILE_N=tile.tile_n, TILES=by_sequence, PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None,
-        PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
+        TILE_M=tile.tile_m, TILE_N=tile.tile_n, TILES=by_sequence,
+        PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None, PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
         AHEAD=tile.ahead and forms is not None,
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
