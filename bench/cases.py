@@ -228,7 +228,7 @@ def _w7(name: str, pick: Pick) -> Case:
     source, heads_q, heads_kv, d = _WIDE.get(name, (_QWEN3, 32, 8, 128))
     float8 = name in ("W7h", "W7i")
     keys = pick(length, length // 256)
-    mask = Mask.causal_() if window is None else Mask.sliding_window(pick(window, 16))
+    mask = Mask.causal_() if window is None else Mask.sliding_window(pick(window, window // 64))
     about = f"{batch} x {length // 1024}k"
     about += (f", {rows} rows to verify" if rows > 1 else "") + (f", window {window}" if window else "")
     about += (", float8 K and V" if float8 else "") + (f", head dim {d}" if d > 128 else "")
@@ -291,21 +291,20 @@ def _w12(name: str, pick: Pick) -> Case:
 
 @_case("W13", "W13b", "W13c")
 def _w13(name: str, pick: Pick) -> Case:
-    chunk, step = pick(1024, 64), pick(4096, 64)
+    def chunk(before: int) -> Sequence:
+        rows = pick(1024, 64)
+        kv_len = rows + before * pick(4096, 64)
+        return Sequence(rows, kv_len, images(kv_len, every=pick(512, 64), size=pick(280, 35)))
+
     if name == "W13c":
-        kv_len = chunk + step
-        chunks = [Sequence(chunk, kv_len, images(kv_len, every=pick(512, 64), size=pick(280, 35)))] * 2
         few = [Sequence(rows, pick(16384, 48) * n) for rows, n in ((1, 8), (1, 4), (1, 2), (1, 1), (pick(8, 2), 4))]
         title = "2 chunks with images + 4 decode rows up to 128k + 8 rows of drafts, pages of 16"
         shared = "; tensor parallel on 4 GPUs: 8/2 heads"
         return Case(
             name, f"Gemma 3 global layer on 1 of 4 GPUs, {title}", _GEMMA3 + shared, 8, 2, 128, 128, Mask.causal_(),
-            (*chunks, *few), 16,
+            (chunk(1), chunk(1), *few), 16,
         )  # fmt: skip
-    prefill = []
-    for i in range(pick(8, 2)):
-        kv_len = chunk + i * step
-        prefill.append(Sequence(chunk, kv_len, images(kv_len, every=pick(512, 64), size=pick(280, 35))))
+    prefill = [chunk(i) for i in range(pick(8, 2))]
     decode = [Sequence(1, pick(1024, 48) + i * pick(563, 7)) for i in range(pick(56, 5))]
     mix, title = (*prefill, *decode), "8 chunks with images + 56 decode rows, pages of 16"
     if name == "W13":

@@ -22,6 +22,8 @@ BRIEF_REACH = 4096
 """Few rows that see no more keys than this are quickly done."""
 FEW_ROWS = 64
 """Up to this many rows per sequence a call counts as decoding, or verifying drafts, and its keys may be split."""
+MANY_TILES = 128
+"""So many tall tiles of query rows keep a GPU busy."""
 SHORT_ROWS = 16
 """Up to this many rows the same holds for a sequence beside longer ones in a packed batch."""
 
@@ -431,7 +433,7 @@ def wants_split(mask: Mask, batch: Batch, group: int, heads_kv: int, head_dim: i
         return False
     rows = batch.max_seqlen_q * group
     tiles = batch.batch_size * heads_kv * -(-rows // 128)
-    if rows < 32 or tiles < 128:
+    if rows < 32 or tiles < MANY_TILES:
         return True
     return rows <= 64 and head_dim <= 128 and row_reach(mask, batch) <= BRIEF_REACH
 
@@ -445,7 +447,8 @@ def wants_both(mask: Mask, batch: Batch, heads_kv: int) -> bool:
     reach = _reach_without_spans(mask, batch)
     if batch.max_seqlen_k is not None:
         reach = min(reach, batch.max_seqlen_k)
-    return batch.uneven and batch.max_seqlen_q > FEW_ROWS and batch.batch_size * heads_kv < 128 and reach > BRIEF_REACH
+    tiles = batch.batch_size * heads_kv
+    return batch.uneven and batch.max_seqlen_q > FEW_ROWS and tiles < MANY_TILES and reach > BRIEF_REACH
 
 
 @cache

@@ -118,7 +118,8 @@ def choose(call: Call, name: str) -> MakeForward:
     usable = [b for b in BACKENDS if not against[b.name] and name in ("auto", b.name)]
     if not usable:
         raise UnsupportedError(f"no backend can run this call ({call}).\n{explain(against)}")
-    if call.mixed and {"cute", "triton"} <= {b.name for b in usable} and cute_support.runs_row_intervals(call):
+    both = {"cute", "triton"} <= {b.name for b in usable}
+    if call.mixed and both and cute_support.module(call) == cute_support.ROW_INTERVALS:
         log.debug("cute and triton share %s", call)
         return _kernel(".mixed")
     chosen = usable[-1] if call.device_type == "cpu" else usable[0]

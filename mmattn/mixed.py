@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .batch import SHORT_ROWS
 from .cute import sm90
+from .plan import in_turn
 from .triton import forward
 
 if TYPE_CHECKING:
@@ -26,10 +27,4 @@ def settle(
     """See `plan.Settle`; for calls that both backends can run, with packed rows."""
     call = (q, k, v, plan, page_table)
     long = sm90.settle(*call, options=options, out=out, lse=lse, rows_above=SHORT_ROWS)
-    short = forward.settle_short(*call, options=options, out=out, lse=lse)
-
-    def write(*args, **kwargs):  # type: ignore[no-untyped-def]
-        long(*args, **kwargs)
-        short(*args, **kwargs)
-
-    return write
+    return in_turn([long, forward.settle_short(*call, options=options, out=out, lse=lse)])

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,6 +77,18 @@ class Settle(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *,
         options: Options, out: Tensor, lse: Tensor | None,
     ) -> Write: ...  # fmt: skip
+
+
+def in_turn(writes: Sequence[Write]) -> Write:
+    """One after the other, each on rows of its own."""
+    if len(writes) == 1:
+        return writes[0]
+
+    def write(*args, **kwargs):  # type: ignore[no-untyped-def]
+        for one in writes:
+            one(*args, **kwargs)
+
+    return write
 
 
 class Lowering(Protocol):

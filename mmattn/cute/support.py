@@ -43,14 +43,9 @@ def _order(version: str) -> tuple[object, ...]:
     return (*(int(found[i]) for i in (1, 2, 3)), stage, int(number))
 
 
-def runs_row_intervals(call: Call) -> bool:
-    """Whether the kernel of `interval_sm90.py` is the one for this GPU and the installed release."""
-    return call.capability == (9, 0) and installed_version() in (PINNED, None)
-
-
 def module(call: Call) -> str:
     """The module whose `settle` runs `call`, relative to mmattn; `why_not(call)` must be empty."""
-    return ROW_INTERVALS if runs_row_intervals(call) else PUBLIC_API
+    return ROW_INTERVALS if call.capability == (9, 0) and installed_version() in (PINNED, None) else PUBLIC_API
 
 
 def why_not(call: Call) -> list[str]:

@@ -7,8 +7,6 @@ It knows nothing of masks beyond `[lo, hi)` per row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..batch import FEW_ROWS, SHORT_ROWS, Batch, row_reach
-from ..plan import Options, Plan, Write
+from ..plan import Options, Plan, Write, in_turn
 from . import decode
 from .bounds import sequence_rows, tile_at
 from .config import Tile, architecture, choose_short_tile, choose_tile, ptx, split_head_dim
@@ -26,7 +24,6 @@ from .layout import lse_strides, matrix, scale_strides, strides, vectorises
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-_Pass = Callable[[Tensor, Tensor, Tensor, Tensor | None, Options, Tensor, Tensor | None], None]
 _FLOAT8 = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -407,7 +404,7 @@ def settle(
     group = q.shape[-2] // k.shape[-2]
     rows, few_rows = batch.max_seqlen_q * group, FEW_ROWS * group
     call = (q, k, v, plan, page_table, options, out, lse)
-    passes: list[_Pass] = []
+    passes: list[Write] = []
     if batch.total_q == 0:
         pass
     elif options.num_splits is not None:
@@ -424,7 +421,7 @@ def settle(
         passes.append(_settle_short(*call, SHORT_ROWS, beside_long=True))
     else:
         passes.append(_settle_pass(*call, _long_tile(q, v, rows), 1))
-    return _all_of(passes)
+    return in_turn(passes)
 
 
 def settle_short(
@@ -432,21 +429,13 @@ def settle_short(
     lse: Tensor | None,
 ) -> Write:  # fmt: skip
     """`settle` for the sequences of up to `SHORT_ROWS` rows in an uneven batch; rows of the others are not written."""
-    return _all_of([_settle_short(q, k, v, plan, page_table, options, out, lse, SHORT_ROWS, beside_long=True)])
-
-
-def _all_of(passes: list[_Pass]) -> Write:
-    def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
-        for one in passes:
-            one(q, k, v, page_table, options, out, lse)
-
-    return write
+    return _settle_short(q, k, v, plan, page_table, options, out, lse, SHORT_ROWS, beside_long=True)
 
 
 def _settle_short(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, options: Options, out: Tensor,
     lse: Tensor | None, most_rows: int, beside_long: bool = False,
-) -> _Pass:  # fmt: skip
+) -> Write:  # fmt: skip
     """The split pass over sequences of up to `most_rows` rows, which are all, or else stand beside longer ones."""
     batch, heads_kv = plan.batch, k.shape[-2]
     rows = most_rows * (q.shape[-2] // heads_kv)
@@ -465,7 +454,7 @@ def _settle_short(
 def _settle_pass(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, options: Options, out: Tensor,
     lse: Tensor | None, tile: Tile, splits: int, rows_above: int = 0, rows_upto: int = 2**31 - 1, by_sequence: int = 0,
-) -> _Pass:  # fmt: skip
+) -> Write:  # fmt: skip
     """One pass over the sequences with `rows_above < packed rows <= rows_upto`, in `splits` parts.
 
     With `by_sequence` the grid has that many tiles for each of them, else as many as the tile table has slots.
@@ -523,8 +512,8 @@ def _settle_pass(
     constants = dict(
         GROUP=group, D=head_dim, DV=head_dim_v, K_HEAD=k_split[0], K_TAIL=k_split[1], V_HEAD=v_split[0], V_TAIL=v_split[1],
         TILE_M=tile.tile_m, TILE_N=tile.tile_n, TILES=by_sequence,
-        PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None, PRECISION=precision, SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device),
-        AHEAD=tile.ahead and forms is not None,
+        PAGE=page, SOFTCAP=options.softcap is not None, TMA=forms is not None, PRECISION=precision,
+        SPLIT=splits > 1, KEYS8=keys8, PAIRS=pairs, PTX=ptx(device), AHEAD=tile.ahead and forms is not None,
     )  # fmt: skip
     grid = (tiles * heads_kv, splits)
     of_plan = (plan.rows, table.ranges, table.index, starts, batch.cu_seqlens_q, batch.cu_seqlens_k)
@@ -533,7 +522,7 @@ def _settle_pass(
         compiling["maxnreg"] = tile.registers
     launch = Launch(_forward_kernel, grid, of_plan, scalars, constants, **compiling)
 
-    def run(q, k, v, page_table, options, out, lse):  # type: ignore[no-untyped-def]
+    def write(q, k, v, plan, page_table, *, options, out, lse):  # type: ignore[no-untyped-def]
         if forms is not None:
             k, v = Descriptor(k, *forms[0]), Descriptor(v, *forms[1])
         elif pairs is not None:
@@ -545,7 +534,7 @@ def _settle_pass(
             launch(q, k, v, part, None, page_table, None, options.k_scale, options.v_scale)
             combine(part, out, lse, options.sinks)
 
-    return run
+    return write
 
 
 def _held_keys(k: Tensor, batch: Batch, page_table: Tensor | None) -> int:
