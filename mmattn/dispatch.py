@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Protocol
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .batch import Call, current
+from .batch import Call, current, debugging
+from .checks import check, facts_of, kind_of, options_of
 from .cute import support as cute_support
-from .plan import Lowering, Options, Plan, Settle, TorchLowering, Write
+from .plan import Grads, Lowering, Options, Plan, Settle, TorchLowering, Write
 from .triton import support as triton_support
 
 log = logging.getLogger("mmattn")
@@ -43,12 +44,25 @@ MakeForward = Callable[[], Forward]
 """Gives a new `Forward` for calls that agree as `plan.Settle` says: the first of them decides, the others only launch."""
 
 
+class Backward(Protocol):
+    """Gradients of a call: `out` and `lse` as its forward, of any backend, gave them, with their gradients `dout` and `dlse`
+    (None: zero), of any strides."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, out: Tensor, lse: Tensor,
+        dout: Tensor, dlse: Tensor | None, *, options: Options,
+    ) -> Grads: ...  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Backend:
     name: str
     why_not: Callable[[Call], list[str]]
     load: Callable[[Call], MakeForward]
     """Imports the kernels; called only for a call that `why_not` has nothing against."""
+    why_no_gradients: Callable[[Call], list[str]]
+    load_backward: Callable[[Call], Backward]
+    """The same for a call that `why_no_gradients` has nothing against."""
 
 
 def _kernel(module: str) -> MakeForward:
@@ -77,17 +91,39 @@ def _kernel(module: str) -> MakeForward:
     return make
 
 
+def _no_kernel(call: Call) -> Backward:
+    raise AssertionError(f"no backward kernel for {call}")
+
+
 BACKENDS: tuple[Backend, ...] = (
-    Backend("cute", cute_support.why_not, lambda call: _kernel(cute_support.module(call))),
-    Backend("triton", triton_support.why_not, lambda call: _kernel(".triton.forward")),
-    Backend("torch", torch_backend.why_not, lambda call: lambda: torch_backend.forward),
-)
+    Backend(
+        "cute", cute_support.why_not, lambda call: _kernel(cute_support.module(call)),
+        cute_support.why_no_gradients, _no_kernel,
+    ),
+    Backend(
+        "triton", triton_support.why_not, lambda call: _kernel(".triton.forward"),
+        triton_support.why_no_gradients, _no_kernel,
+    ),
+    Backend(
+        "torch", torch_backend.why_not, lambda call: lambda: torch_backend.forward,
+        torch_backend.why_no_gradients, lambda call: torch_backend.backward,
+    ),
+)  # fmt: skip
 """In the order in which `auto` tries them on a GPU."""
 
 
 def reasons(call: Call) -> dict[str, list[str]]:
-    """Backend -> every reason why it cannot run `call`; an empty list means that it can."""
-    return {backend.name: backend.why_not(call) for backend in BACKENDS}
+    """Backend -> every reason why it cannot run `call`, gradients included if it asks for them; `[]` means that it can."""
+    return {
+        backend.name: backend.why_not(call) + (_no_gradients(backend, call) if call.grad else [])
+        for backend in BACKENDS
+    }
+
+
+def _no_gradients(backend: Backend, call: Call) -> list[str]:
+    if call.out:
+        return ["out= does not work where an input requires grad; use the returned tensor"]
+    return backend.why_no_gradients(call)
 
 
 def explain(against: dict[str, list[str]]) -> str:
@@ -109,15 +145,15 @@ def choose(call: Call, name: str) -> MakeForward:
     """What runs `call`: the named backend's, or with "auto" that of the first that can.
 
     On a CPU `auto` starts with torch, since Triton's interpreter is for debugging. On Hopper it shares a mixed batch out
-    between cute and triton. Raises `UnsupportedError`.
+    between cute and triton. Gradients may then come from another backend. Raises `UnsupportedError`.
     """
     check_name(name)
-    against = reasons(call)
-    if name != "auto" and against[name]:
-        raise UnsupportedError(f"backend={name!r} cannot run this call ({call}).\n{explain(against)}")
+    against = {b.name: b.why_not(call) for b in BACKENDS} if name == "auto" else reasons(call)
     usable = [b for b in BACKENDS if not against[b.name] and name in ("auto", b.name)]
+    if call.grad:
+        choose_backward(call, name)
     if not usable:
-        raise UnsupportedError(f"no backend can run this call ({call}).\n{explain(against)}")
+        raise unsupported(call, name, against)
     both = {"cute", "triton"} <= {b.name for b in usable}
     if call.mixed and both and cute_support.module(call) == cute_support.ROW_INTERVALS:
         log.debug("cute and triton share %s", call)
@@ -125,6 +161,59 @@ def choose(call: Call, name: str) -> MakeForward:
     chosen = usable[-1] if call.device_type == "cpu" else usable[0]
     log.debug("%s runs %s; the backends before it:\n%s", chosen.name, call, explain(against))
     return chosen.load(call)
+
+
+@lru_cache(maxsize=4096)
+def choose_backward(call: Call, name: str) -> Backward:
+    """What gives the gradients of `call`: the named backend's, or with "auto" those of the first that can.
+
+    On a CPU `auto` starts with torch. Raises `UnsupportedError`.
+    """
+    check_name(name)
+    candidates = BACKENDS[::-1] if call.device_type == "cpu" else BACKENDS
+    for backend in candidates:
+        if name in ("auto", backend.name) and not _no_gradients(backend, call):
+            return backend.load_backward(call)
+    raise unsupported(replace(call, grad=True), name)
+
+
+def unsupported(call: Call, name: str, against: dict[str, list[str]] | None = None) -> UnsupportedError:
+    """With all reasons, those of the backend that was asked for first."""
+    against = reasons(call) if against is None else against
+    first = {name: against[name]} if name in against else {}
+    who = "no backend" if name == "auto" else f"backend={name!r}"
+    verb = "can" if name == "auto" else "cannot"
+    return UnsupportedError(f"{who} {verb} run this call ({call}).\n{explain({**first, **against})}")
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, *, scale: float | None, softcap: float | None,
+    sinks: Tensor | None, k_scale: Tensor | float | None, v_scale: Tensor | float | None, num_splits: int | None,
+    out: Tensor | None, with_lse: bool, requires_grad: bool, backend: str, keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Checks a call, chooses what runs it and runs it. With `keep` the plan remembers the choice: a call like one before
+    (see `checks.kind_of`) is not looked at again."""
+    kind = known = None
+    if keep and not plan.debug:
+        facts = (q, k, v, page_table, sinks, k_scale, v_scale, out, scale, softcap, num_splits)
+        kind = (backend, with_lse, requires_grad, *[None if x is None else kind_of(x) for x in facts])
+        known = plan.forwards.get(kind)
+    if known is not None:
+        forward, options = known
+    else:
+        batch = plan.batch.with_page_table(page_table)
+        check(q, k, v, batch, scale, softcap, sinks, num_splits, out)
+        call = facts_of(q, k, v, plan.mask, batch, softcap, sinks, k_scale, v_scale, num_splits, out, requires_grad)
+        forward, options = choose(call, backend)(), None
+        if batch.page_table is not None and debugging():
+            batch.check_pages(k.shape[1], k.shape[0], plan.rows)
+    if options is None:
+        options = options_of(q, k, plan.batch, scale, softcap, sinks, k_scale, v_scale, num_splits)
+    if kind is not None and known is None:
+        plan.remember(kind, forward, options)
+    if page_table is None:
+        page_table = plan.batch.page_table
+    return forward(q, k, v, plan, page_table, options=options, out=out, with_lse=with_lse)
 
 
 @cache

@@ -223,6 +223,20 @@ class Mask:
             left, right, chunk_size, min(chunk_size * self.chunk_lookback, UNLIMITED), int(self.mm_prefix_clamp)
         )
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Whether it is causal, and the `Limits`: all that kernels and operators are told of a mask."""
+        return (int(self.causal), *self.limits)
+
+    @classmethod
+    def of_numbers(cls, causal: int, left: int, right: int, chunk_size: int, chunk_back: int, clamp: int) -> Mask:
+        """A mask with these `numbers`: it shows the same keys as the one that they come from."""
+        return cls(
+            causal=bool(causal), symmetrize=False, mm_prefix_clamp=bool(clamp),
+            window_left=None if left >= UNLIMITED else left, window_right=None if right >= UNLIMITED else right,
+            chunk_size=chunk_size or None, chunk_lookback=-(-chunk_back // chunk_size) if chunk_size else 0,
+        )  # fmt: skip
+
     def bounds(
         self, q: torch.Tensor, *, span: tuple[Any, Any] = (-1, -1), causal: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,18 @@ class Options:
     def holds_tensors(self) -> bool:
         """Whether they are of one call only."""
         return self.sinks is not None or self.k_scale is not None or self.v_scale is not None
+
+
+class Grads(NamedTuple):
+    """Gradients of a call, each in the shape and dtype of its input; None where there was no such input."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    """`[B, Hkv]`, as in `Options`."""
+    v_scale: Tensor | None = None
 
 
 class Write(Protocol):
@@ -112,6 +124,8 @@ class Plan:
     lowering: Lowering
     rows: Tensor = field(init=False)
     """int32 `[total_q, 2]`: half-open interval of key indices (0 = the sequence's first key slot); (0, 0) is empty."""
+    key: Tensor = field(init=False, repr=False)
+    """An empty tensor that stands for this plan where only tensors pass; see `operator.py`."""
     forwards: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     """Kind of call -> the `dispatch.Forward` that ran the first of its kind, and its `Options` unless they hold tensors;
     see `attention()`."""
@@ -123,11 +137,12 @@ class Plan:
         self.batch.check_mask(self.mask)
         self.debug = debugging()
         self.rows = self.lowering.row_intervals(self.mask, self.batch)
+        self.key = plan_key(self.rows)
 
     def with_rows(self, rows: Tensor) -> Plan:
         """This plan with other row intervals, int32 `[total_q, 2]`; nothing that came from the old ones is kept."""
         other = copy.copy(self)
-        other.rows, other._tiles, other.forwards = rows, {}, {}
+        other.rows, other._tiles, other.forwards, other.key = rows, {}, {}, plan_key(rows)
         return other
 
     def remember(self, kind: Hashable, forward: Any, options: Options) -> None:
@@ -148,6 +163,14 @@ class Plan:
         if table is None:
             table = self._tiles[key] = self.lowering.tile_table(self.rows, self.batch, *key)
         return table
+
+
+def plan_key(rows: Tensor) -> Tensor:
+    """A new empty tensor; an operator where the rows are traced, so that no two plans of a graph get the same one."""
+    if torch.compiler.is_compiling() or type(rows) is not Tensor:
+        traced: Tensor = torch.ops.mmattn.plan_key(rows)
+        return traced
+    return rows.new_empty(0)
 
 
 def tile_slots(batch: Batch, tile_m: int, group: int) -> int:

@@ -45,7 +45,6 @@ TRITON = [
     (dict(head_dim=520), "head dims 520/128 exceed 512"),
     (dict(head_dim_v=513), "head dims 128/513 exceed 512"),
     (dict(device_type="mps", capability=None), "no Triton backend for device mps"),
-    (dict(grad=True), "no backward yet, and an input requires grad"),
     (dict(kv_dtype=torch.float8_e4m3fn, capability=(8, 6)), "float8 keys and values need compute capability 8.9"),
 ]
 CUTE = [
@@ -59,7 +58,6 @@ CUTE = [
     (dict(aligned=False), "multiple of 16 bytes"),
     (dict(page_size=16, head_dim=160), "paged k and v with head dims 160/128: only 64, 80, 96, 128, 192, 256"),
     (dict(page_size=16, capability=(10, 0)), "no block lists with paged k and v"),
-    (dict(grad=True), "no backward yet, and an input requires grad"),
     (dict(split_kv=True), "few query rows need split-KV"),
     (dict(num_splits=True), "num_splits is not supported"),
     (dict(scales=True), "k_scale/v_scale"),
@@ -67,7 +65,6 @@ CUTE = [
 ]
 TORCH = [
     (dict(dtype=torch.int32), "dtype torch.int32 is not a floating-point type"),
-    (dict(out=True, grad=True), "out= does not work with inputs that require grad"),
 ]
 
 
@@ -262,7 +259,32 @@ def test_auto_takes_torch_on_a_cpu_and_a_kernel_on_a_gpu(fa4: Any, monkeypatch: 
     for call in calls:
         dispatch.choose(call, "auto")
     dispatch.choose.cache_clear()
-    assert chosen == ["cute", "triton", "torch", "torch"]
+    assert chosen == ["cute", "triton", "cute", "torch"], "gradients may come from another backend than the forward"
+
+
+def test_gradients_come_from_the_first_backend_that_has_them(fa4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(**reasons: list[str]) -> None:
+        changed = [
+            replace(b, why_no_gradients=lambda call, r=reasons[b.name]: r, load_backward=lambda call, name=b.name: name)
+            for b in dispatch.BACKENDS
+        ]
+        monkeypatch.setattr(dispatch, "BACKENDS", tuple(changed))
+        dispatch.choose_backward.cache_clear()
+        dispatch.choose.cache_clear()
+
+    call, on_cpu = hopper(grad=True), hopper(grad=True, device_type="cpu", capability=None)
+    pretend(cute=["no D 64"], triton=[], torch=[])
+    assert dispatch.choose_backward(call, "auto") == "triton" and dispatch.choose_backward(on_cpu, "auto") == "torch"
+    assert dispatch.choose_backward(call, "torch") == "torch"
+    assert dispatch.reasons(call)["cute"] == ["no D 64"] and dispatch.reasons(hopper())["cute"] == []
+    for forced in ("choose", "choose_backward"):
+        with pytest.raises(UnsupportedError, match="backend='cute' cannot run this call.*\n  cute: no D 64"):
+            getattr(dispatch, forced)(call, "cute")
+    pretend(cute=["a"], triton=["b"], torch=["c"])
+    with pytest.raises(UnsupportedError, match="no backend can run this call"):
+        dispatch.choose(call, "auto")
+    dispatch.choose_backward.cache_clear()
+    dispatch.choose.cache_clear()
 
 
 def test_supported_reads_the_whole_call(device: torch.device) -> None:
@@ -272,6 +294,7 @@ def test_supported_reads_the_whole_call(device: torch.device) -> None:
     assert supported(x, x, x, plan) == supported(x, x, x, Mask())
     grad = supported(x.clone().requires_grad_(), x, x, Mask())
     assert any("requires grad" in reason for reason in grad["triton"]) and grad["torch"] == []
+    assert grad == supported(x, x, x, Mask(), requires_grad=True)
     with torch.no_grad():
         assert supported(x.clone().requires_grad_(), x, x, Mask()) == supported(x, x, x, Mask())
     odd = torch.zeros(128, 2, 73, dtype=torch.float16, device=device)[..., :72]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mmattn
-from mmattn import Mask, UnsupportedError, attention, plan
+from mmattn import Mask, UnsupportedError, attention, dispatch, plan
 from mmattn.plan import KINDS
 
 from .calls import skip_unsupported
@@ -90,8 +90,8 @@ def test_one_plan_serves_decoding_over_many_pages(device: torch.device) -> None:
 
 def test_a_call_of_a_known_kind_is_not_checked_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
-    check = mmattn.attention.__globals__["_check"]
-    monkeypatch.setitem(mmattn.attention.__globals__, "_check", lambda *a: (checked.append(1), check(*a))[1])
+    check = dispatch.check
+    monkeypatch.setattr(dispatch, "check", lambda *a: (checked.append(1), check(*a))[1])
     x = rows(device)
     the_plan = plan(MASK, q=x, k=x)
     for _ in range(3):

@@ -91,9 +91,12 @@ def why_not(call: Call) -> list[str]:
                 f"FlashAttention-4 takes no block lists with paged k and v; only {PACKAGE} {PINNED} on compute "
                 "capability 9.0 runs them here; use the triton backend"
             )
-    if call.grad:
-        reasons.append("no backward yet, and an input requires grad (use torch.no_grad() for inference)")
     return reasons
+
+
+def why_no_gradients(call: Call) -> list[str]:
+    """Every reason why this backend has no gradients for `call`."""
+    return ["no backward yet, and an input requires grad (use torch.no_grad() for inference)"]
 
 
 def _head_dim_reasons(call: Call, hopper: bool) -> list[str]:

@@ -58,6 +58,9 @@ def why_not(call: Call) -> list[str]:
         reasons.append("float8 keys and values need compute capability 8.9")
     if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
         reasons.append(f"head dims {call.head_dim}/{call.head_dim_v} exceed {MAX_HEAD_DIM}")
-    if call.grad:
-        reasons.append("no backward yet, and an input requires grad (use torch.no_grad() for inference)")
     return reasons
+
+
+def why_no_gradients(call: Call) -> list[str]:
+    """Every reason why this backend has no gradients for `call`."""
+    return ["no backward yet, and an input requires grad (use torch.no_grad() for inference)"]
