@@ -85,7 +85,7 @@ def attention(
         the_plan = mask
     else:
         the_plan = operator.lowered(*_resolve(q, k, mask, batch_args))
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     page_table = batch_args.get("page_table")
     options: dict[str, Any] = dict(

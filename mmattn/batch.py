@@ -235,7 +235,8 @@ class Batch:
             check_tensor("mm_prefix_range", mm_prefix_range, (b, None, 2), device)
             spans = mm_prefix_range.contiguous()
         elif mm_prefix_range is not None:
-            spans = _spans_from_lists(mm_prefix_range, b, device)
+            upload = _spans_in_graph if torch.compiler.is_compiling() else spans_from_lists
+            spans = upload(mm_prefix_range, b, device)
         if mm_prefix_query_range is not None:
             shape = (total_q, 2) if seqlen_q is None or mm_prefix_query_range.dim() == 2 else (b, seqlen_q, 2)
             check_tensor("mm_prefix_query_range", mm_prefix_query_range, shape, device)
@@ -371,7 +372,7 @@ def _check_spans(b: int, spans: list[tuple[int, int]]) -> None:
             raise MaskError(f"spans ({s0}, {e0}) and ({s1}, {e1}) of sequence {b} overlap; ends are inclusive")
 
 
-def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -> Tensor:
+def spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -> Tensor:
     """Checks the lists and uploads them as int32 `[batch_size, R, 2]`, ascending, padded with (-1, -1)."""
     if not isinstance(lists, (list, tuple)) or len(lists) != batch_size:
         got = f"{len(lists)} lists" if isinstance(lists, (list, tuple)) else repr(type(lists).__name__)
@@ -410,6 +411,13 @@ def _spans_from_lists(lists: SpanLists, batch_size: int, device: torch.device) -
             "under CUDA graph capture pass mm_prefix_range as an int32 [B, R, 2] tensor on the device, not as lists"
         )
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def _spans_in_graph(lists: SpanLists, batch_size: int, device: torch.device) -> Tensor:
+    """`spans_from_lists` as an operator: a compiled graph takes the numbers as they come, only their count is its own."""
+    bounds = [bound for spans in lists for span in spans for bound in span]
+    spans: Tensor = torch.ops.mmattn.span_table(bounds, [len(spans) for spans in lists], batch_size, device=device)
+    return spans
 
 
 def row_reach(mask: Mask, batch: Batch) -> int:

@@ -5,6 +5,7 @@ stable contract, in the namespace `mmattn`:
 
 * `row_intervals(...) -> rows`: a mask and a batch become the row table, int32 `[total_q, 2]`, the half-open key
   interval of every row. The mask crosses as integers (`Mask.numbers`), the batch as the fields of `Batch`.
+* `span_table(bounds, counts, ...) -> spans`: lists of spans, flat, become int32 `[B, R, 2]`, sorted and padded with -1.
 * `attend(q, k, v, rows, key, ...) -> (out, lse)`: out has q's shape with v's last dim and q's dtype, contiguous; lse is
   float32 `[Hq, T]` or `[B, Hq, S]`, or empty (`[0]`) unless `return_lse` or `requires_grad` asks for it.
 * `attend_out(...)`: the same, written to `out` and `lse`; not differentiable.
@@ -27,9 +28,9 @@ from torch.library import Library
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import dispatch
-from .batch import Batch, Call
+from .batch import Batch, Call, spans_from_lists
 from .checks import check, facts_of, options_of
-from .mask import Mask
+from .mask import Mask, MaskError
 from .plan import Lowering, Options, Plan, TileTable
 
 _POSITIONS = "Tensor? q_start, Tensor? kv_start, Tensor? kv_lo, Tensor? causal, Tensor? spans, Tensor? query_spans"
@@ -45,6 +46,7 @@ _CALL = (
 )
 _library = Library("mmattn", "DEF")
 _library.define(f"row_intervals(int[] mask, SymInt total_q, {_BATCH}, {_POSITIONS}, *, Device device) -> Tensor")
+_library.define("span_table(SymInt[] bounds, int[] counts, SymInt batch_size, *, Device device) -> Tensor")
 _library.define("plan_key(Tensor rows) -> Tensor")
 _library.define(f"attend({_CALL}, bool return_lse, bool requires_grad) -> (Tensor out, Tensor lse)")
 _library.define(f"attend_out({_CALL}, Tensor(a!) out, Tensor(b!)? lse) -> ()")
@@ -209,6 +211,17 @@ def _row_intervals(mask, total_q, *rest, device):  # type: ignore[no-untyped-def
     return dispatch.lowering(device.type).row_intervals(Mask.of_numbers(*mask), batch)
 
 
+def _span_table(bounds, counts, batch_size, *, device):  # type: ignore[no-untyped-def]
+    pairs = zip(bounds[::2], bounds[1::2])
+    return spans_from_lists([[next(pairs) for _ in range(count)] for count in counts], batch_size, device)
+
+
+def _span_table_fake(bounds, counts, batch_size, *, device):  # type: ignore[no-untyped-def]
+    if len(bounds) != 2 * sum(counts):
+        raise MaskError("mm_prefix_range must hold one list of spans per sequence, each span two integers (start, end)")
+    return torch.empty(batch_size, max(counts, default=0), 2, dtype=torch.int32, device=device)
+
+
 def _attend(*args):  # type: ignore[no-untyped-def]
     *call, return_lse, requires_grad = args
     out, lse = _Arguments(call).attend(None, return_lse or requires_grad, requires_grad)
@@ -255,14 +268,16 @@ def _attend_backward_fake(*args):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *call, _, requires_grad = inputs
-    if not requires_grad:
-        raise ValueError("mmattn.attend with inputs that require grad needs requires_grad=True, or torch.no_grad()")
+    *call, _, ctx.asked_for = inputs
     ctx.call = [None if isinstance(x, Tensor) else x for x in call]
     ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in call], *output)
 
 
 def _differentiate(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    if not ctx.asked_for:
+        raise ValueError(
+            "mmattn.attend was called, or traced, with requires_grad=False; trace with inputs that require grad and no torch.no_grad()"
+        )
     *tensors, out, lse = ctx.saved_tensors
     call = [x if t is None else t for x, t in zip(ctx.call, tensors)]
     grads = torch.ops.mmattn.attend_backward(*call, out, lse, dout, dlse)
@@ -281,14 +296,15 @@ def _refuse_double(ctx, *grads):  # type: ignore[no-untyped-def]
 
 for _name, _real, _fake in (
     ("row_intervals", _row_intervals, lambda mask, total_q, *_, device: torch.empty(total_q, 2, dtype=torch.int32, device=device)),
+    ("span_table", _span_table, _span_table_fake),
     ("plan_key", lambda rows: rows.new_empty(0), lambda rows: rows.new_empty(0)),
     ("attend", _attend, _attend_fake),
     ("attend_out", _attend_out, _attend_out_fake),
     ("attend_backward", _attend_backward, _attend_backward_fake),
 ):  # fmt: skip
-    _library.impl(_name, _real, "CompositeExplicitAutograd" if _name == "row_intervals" else "CPU")
-    if _name != "row_intervals":
-        _library.impl(_name, _real, "CUDA")
+    # (Without a tensor among the inputs there is no device to dispatch by.)
+    for _key in ("CompositeExplicitAutograd",) if _name in ("row_intervals", "span_table") else ("CPU", "CUDA"):
+        _library.impl(_name, _real, _key)
     torch.library.register_fake(f"mmattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("mmattn::attend", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("mmattn::attend_backward", _refuse_double, lib=_library)

@@ -8,8 +8,9 @@ again. The row table is read on the host: on a GPU that synchronises, which is w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from torch import Tensor
 from .batch import Batch, Call
 from .plan import Grads, Options, Plan
 
+P = ParamSpec("P")
+R = TypeVar("R")
 BLOCK_ROWS = 128
 SCORE_ELEMENTS = 2**23
 
@@ -46,6 +49,18 @@ class Block(NamedTuple):
     """Where the keys of the sequence start in packed k."""
 
 
+def _in_its_own_precision(run: Callable[P, R]) -> Callable[P, R]:
+    """autocast changes the inputs of `attention()`, not the sums in here."""
+
+    @wraps(run)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.autocast(args[0].device.type, enabled=False):  # type: ignore[attr-defined]
+            return run(*args, **kwargs)
+
+    return wrapped
+
+
+@_in_its_own_precision
 def forward(
     q: Tensor,
     k: Tensor,
@@ -81,6 +96,7 @@ def forward(
     return result, lse if q.dim() == 3 else lse.reshape(heads, *q.shape[:2]).transpose(0, 1).contiguous()
 
 
+@_in_its_own_precision
 def backward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, page_table: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor,
     dlse: Tensor | None, *, options: Options,
