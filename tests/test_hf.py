@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,7 +106,7 @@ def mask_arguments(draw: Any) -> dict[str, Any]:
 def test_masks_equal_those_of_transformers(args: dict[str, Any]) -> None:
     expected = dense(**args)
     mask = intervals(**args)
-    if mask.refusal is not None:  # a small window inside, blocks, and a larger window around them leave a hole
+    if mask.about.refusal is not None:  # a small window inside, blocks, and a larger window around them leave a hole
         assert rows_of(expected[:, 0])[1].any()
         return
     assert_same(mask, expected)
@@ -176,7 +177,7 @@ def test_unknown_closures_are_evaluated() -> None:
         )
         mask = intervals(**args)
         assert_same(mask, dense(**args))
-        assert "every_third_start" in mask.origin
+        assert "every_third_start" in mask.about.origin
 
 
 def test_evaluation_goes_in_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +199,8 @@ def test_evaluation_goes_in_row_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hole_in_the_padding_is_refused_with_its_row() -> None:
     padding = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]]).bool()
     mask = intervals(batch_size=2, q_length=2, kv_length=6, q_offset=4, attention_mask=padding)
-    assert mask.refusal is not None
-    assert mask.refusal.reason == "row 4 of sequence 1 sees 2 separate key ranges (0..1, 4..4)"
+    assert mask.about.refusal is not None
+    assert mask.about.refusal == "row 4 of sequence 1 sees 2 separate key ranges (0..1, 4..4)"
     # Only rows that see both sides of the hole are at fault.
     assert_same(
         intervals(batch_size=2, q_length=2, kv_length=6, q_offset=0, attention_mask=padding),
@@ -212,8 +213,8 @@ def test_one_block_in_two_pieces_is_refused() -> None:
     function = hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(bidirectional_blocks(0, 0, -1, 0, 0)))
     mask = intervals(batch_size=1, q_length=5, kv_length=5, mask_function=function)
     assert (
-        mask.refusal is not None
-        and "row 0 of sequence 0 sees 2 separate key ranges (0..1, 3..4)" in mask.refusal.reason
+        mask.about.refusal is not None
+        and "row 0 of sequence 0 sees 2 separate key ranges (0..1, 3..4)" in mask.about.refusal
     )
 
 
@@ -227,9 +228,32 @@ def test_the_live_offset_of_a_static_cache_is_copied() -> None:
 def test_a_refused_mask_keeps_the_offset_it_was_made_with() -> None:
     offset = torch.tensor(3)
     args = dict(batch_size=1, q_length=2, kv_length=8, mask_function=lambda b, h, q, k: (k <= q) & (k != 1))
-    mask, expected = intervals(q_offset=offset, **args), dense(q_offset=3, **args)
+    mask, expected = intervals(q_offset=offset, fallback="sdpa", **args), dense(q_offset=3, **args)
     offset.add_(2)
-    assert mask.refusal is not None and torch.equal(mask.dense(), expected)
+    assert mask.about.refusal is not None and torch.equal(mask.dense(), expected)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_closures_are_verified_in_debug_mode(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transformers whose window meant one key more would not go unnoticed."""
+    monkeypatch.setenv("MMATTN_DEBUG", debug)
+    padding = torch.ones(2, 200, dtype=torch.bool)
+    padding[0, :7] = False
+    args = dict(
+        batch_size=2, q_length=150, kv_length=200, q_offset=torch.tensor(50), attention_mask=padding,
+        mask_function=hf.sliding_window_causal_mask_function(9),
+    )  # fmt: skip
+    assert_same(intervals(**args), dense(**args))
+    monkeypatch.setitem(
+        masks._leaves(), hf.sliding_window_overlay(1).__code__, (("sliding_window",), lambda w: masks.Rule(left=w))
+    )
+    if debug == "0":
+        intervals(**args)
+    else:
+        with pytest.raises(
+            RuntimeError, match="row 0 of sequence 0 it shows 10 keys from 41 to 50, not 9 keys from 42"
+        ):
+            intervals(**args)
 
 
 class _Sizes(TorchDispatchMode):
@@ -302,14 +326,130 @@ def test_what_models_do_with_masks_keeps_intervals(window_mask: IntervalMask, ch
     assert changed.plan.rows.shape == (expected.shape[0] * expected.shape[2], 2)
 
 
-def test_other_operators_build_the_dense_mask_and_say_so(
-    window_mask: IntervalMask, caplog: pytest.LogCaptureFixture
+def lenient(mask: IntervalMask, dtype: torch.dtype = torch.bool) -> IntervalMask:
+    return IntervalMask(mask.rows, mask.shape[3], replace(mask.about, fallback="sdpa"), dtype=dtype)
+
+
+TOUCHES = {
+    "bitwise_not": lambda m: ~m,
+    "to_copy": lambda m: m.float(),
+    "add": lambda m: torch.zeros(2, 4, 9, 13) + m,
+    "add_": lambda m: torch.zeros(2, 1, 9, 13).add_(m),
+    "sub": lambda m: 1.0 - m,
+    "mul": lambda m: m * 2.0,
+    "cat": lambda m: torch.cat([m, torch.zeros(2, 1, 9, 3, dtype=torch.bool)], dim=-1),
+    "stack": lambda m: torch.stack([m, m]),
+    "where": lambda m: torch.where(m, 0.0, 1.0),
+    "masked_fill": lambda m: torch.zeros(2, 1, 9, 13).masked_fill(m, 1.0),
+    "eq": lambda m: m == 0,
+    "any": lambda m: m.any(),
+    "select": lambda m: m[:, :, -1],
+    "view": lambda m: m.reshape(2, -1),
+    "item": lambda m: bool(m[:1, :, :1, :1]),
+    "tolist": lambda m: m.tolist(),
+    "numpy": lambda m: m.numpy(),
+    "another step": lambda m: m[..., ::2],
+    "another head": lambda m: m.expand(2, 4, 9, 13),
+    "another rank": lambda m: m[None],
+    "softmax": lambda m: torch.softmax(m, -1),
+    "bmm": lambda m: torch.matmul(m, torch.zeros(13, 2)),
+    "sdpa": lambda m: torch.nn.functional.scaled_dot_product_attention(
+        torch.zeros(2, 1, 9, 8), torch.zeros(2, 1, 13, 8), torch.zeros(2, 1, 13, 8), attn_mask=m
+    ),
+}
+WRITES = {
+    "fill_": lambda m: m.fill_(True),
+    "masked_fill_": lambda m: m.masked_fill_(torch.ones(13, dtype=torch.bool), False),
+    "setitem": lambda m: m.__setitem__((slice(None), slice(None), slice(0, 3)), True),
+    "logical_or_": lambda m: m.logical_or_(torch.ones(13, dtype=torch.bool)),
+    "copy_": lambda m: m.copy_(torch.ones(13)),
+    "out": lambda m: torch.logical_not(torch.ones(2, 1, 9, 13), out=m),
+}
+
+
+@pytest.mark.parametrize("touch", [*TOUCHES.values(), *WRITES.values()], ids=[*TOUCHES, *WRITES])
+def test_operators_that_need_elements_are_refused(window_mask: IntervalMask, touch: Any) -> None:
+    """A model that calculates with its mask would get something else than it thinks."""
+    window_mask.about = replace(window_mask.about, model="GitModel")
+    before = window_mask.rows.clone()
+    with pytest.raises((mmattn.UnsupportedError, RuntimeError)) as error:
+        touch(window_mask)
+    assert torch.equal(window_mask.rows, before)
+    if error.type is mmattn.UnsupportedError:
+        message = str(error.value)
+        assert "GitModel: aten." in message and '"vision_config": "sdpa"' in message
+        assert ('fallback="sdpa"' in message) is (touch not in WRITES.values())
+
+
+@pytest.mark.parametrize("touch", WRITES.values(), ids=WRITES)
+def test_nobody_writes_into_a_mask(window_mask: IntervalMask, touch: Any) -> None:
+    """What is written would be lost, with a fallback too."""
+    with pytest.raises(mmattn.UnsupportedError, match="writes into"):
+        touch(lenient(window_mask))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in TOUCHES if n not in ("numpy", "add", "add_", "sub", "tolist", "softmax", "bmm")]
+)
+def test_the_fallback_gives_the_dense_mask(
+    window_mask: IntervalMask, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "mmattn.hf"):
-        result = ~window_mask
-    assert type(result) is Tensor and torch.equal(result, ~window_mask.dense())
-    assert "building the dense mask" in caplog.text
-    assert torch.equal(window_mask.float(), window_mask.dense().float())
+        result = TOUCHES[name](lenient(window_mask))
+    expected = TOUCHES[name](window_mask.dense())
+    assert type(result) is type(expected) and "building it" in caplog.text
+    assert torch.equal(torch.as_tensor(result), torch.as_tensor(expected))
+
+
+@pytest.mark.parametrize("name", ["add", "add_", "sub"])
+def test_who_adds_a_mask_gets_floats(window_mask: IntervalMask, name: str) -> None:
+    expected = torch.zeros(2, 1, 9, 13).masked_fill(~window_mask.dense(), torch.finfo(torch.float32).min)
+    if name == "sub":
+        result = torch.ones(2, 1, 9, 13) - lenient(window_mask)
+        assert torch.equal(result, 1 - expected)
+    else:
+        assert torch.equal(TOUCHES[name](lenient(window_mask)), expected.expand(2, 4 if name == "add" else 1, 9, 13))
+
+
+def test_a_model_without_sdpa_gets_floats(window_mask: IntervalMask) -> None:
+    """Its code is written for additive masks: `.bool()` is what is hidden, `.dtype` a float type."""
+    expected = torch.zeros(2, 1, 9, 13).masked_fill(~window_mask.dense(), torch.finfo(torch.float32).min)
+    mask = lenient(window_mask, torch.float32)
+    assert mask.dtype == torch.float32 and mask[:, :, 2:].dtype == torch.float32
+    assert torch.equal(mask.bool(), ~window_mask.dense())
+    assert torch.equal(torch.cat([mask, torch.zeros(2, 1, 9, 3)], -1)[..., :13], expected)
+    half = mask.to(torch.bfloat16)
+    assert isinstance(half, IntervalMask) and half.dtype == torch.bfloat16
+    assert torch.equal(
+        half + torch.zeros(1, dtype=torch.bfloat16), expected.bfloat16().clamp(min=torch.finfo(torch.bfloat16).min)
+    )
+    assert intervals(batch_size=1, q_length=2, kv_length=2, config=text_model("gpt-oss").config).dtype == torch.float32
+    assert intervals(batch_size=1, q_length=2, kv_length=2, config=text_model("Mistral").config).dtype == torch.bool
+
+
+def test_masks_are_joined_and_cut_with_each_other(window_mask: IntervalMask) -> None:
+    for dim in (0, 2):
+        joined = torch.cat([window_mask, window_mask], dim=dim)
+        assert isinstance(joined, IntervalMask)
+        assert_same(joined, torch.cat([window_mask.dense()] * 2, dim=dim))
+    other = intervals(batch_size=2, q_length=9, kv_length=13, q_offset=2)
+    for both_of in (lambda a, b: a & b, torch.logical_and):
+        cut = both_of(window_mask, other)
+        assert isinstance(cut, IntervalMask)
+        assert_same(cut, window_mask.dense() & other.dense())
+
+
+def test_a_mask_comes_apart_and_together(window_mask: IntervalMask) -> None:
+    """As torch.compile takes it: plain tensors and a context that compares by value."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    assert is_traceable_wrapper_subclass(window_mask)
+    names, context = window_mask.__tensor_flatten__()
+    inner = {name: getattr(window_mask, name) for name in names}
+    assert all(type(x) is Tensor for x in inner.values()) and isinstance(hash(context), int)
+    again = IntervalMask.__tensor_unflatten__(inner, context, window_mask.shape, window_mask.stride())
+    assert_same(again, window_mask.dense())
+    assert again.__tensor_flatten__()[1] == context
 
 
 def test_the_plan_is_built_once(window_mask: IntervalMask) -> None:
@@ -319,12 +459,17 @@ def test_the_plan_is_built_once(window_mask: IntervalMask) -> None:
 
 
 def test_slices_of_a_refused_mask_stay_refused() -> None:
-    mask = intervals(batch_size=1, q_length=4, kv_length=4, mask_function=lambda b, h, q, k: k != 1)
-    part = mask[:, :, 2:]
-    assert part.refusal is not None and torch.equal(part.dense(), mask.dense()[:, :, 2:])
-    assert "refused" in repr(part)
-    with pytest.raises(ValueError, match="separate key ranges"):
-        _ = part.plan
+    args = dict(batch_size=1, q_length=4, kv_length=4, mask_function=lambda b, h, q, k: k != 1)
+    for mask in (intervals(**args), intervals(fallback="sdpa", **args)):
+        part = mask[:, :, 2:]
+        assert part.about.refusal is not None and "refused" in repr(part)
+        with pytest.raises(ValueError, match="separate key ranges"):
+            _ = part.plan
+        if part.about.fallback is None:
+            with pytest.raises(ValueError, match="separate key ranges"):
+                part.dense()
+        else:
+            assert torch.equal(part.dense(), mask.dense()[:, :, 2:])
 
 
 # Whole models

@@ -54,5 +54,9 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
     def forward(*args: Any, **kwargs: Any) -> Any:
         return attention_function(*args, backend=backend, fallback=fallback, **kwargs)
 
+    @torch.compiler.disable
+    def make_mask(**kwargs: Any) -> Any:
+        return mask_function(**kwargs, fallback=fallback)
+
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, torch.compiler.disable(mask_function))
+    AttentionMaskInterface.register(name, make_mask)

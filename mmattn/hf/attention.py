@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..attention import attention
 from ..dispatch import UnsupportedError
 from ..mask import Mask
-from .intervals import IntervalMask, Refusal, rows_in_chunks
+from .intervals import About, IntervalMask, rows_in_chunks
+from .model_classes import model_name
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +22,7 @@ _CHANGES_THE_RESULT = ("position_bias", "cache", "head_mask", "alibi", "sinks", 
 """Keyword arguments of some models that this attention has no answer to."""
 
 _converted: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Dense mask -> (version, the same mask in intervals): the layers of a model share one tensor."""
+"""Dense mask -> (version, fallback, the same mask in intervals): the layers of a model share one tensor."""
 
 
 def attention_function(
@@ -80,14 +82,14 @@ def attention_function(
             )
         return attention(q, k, v, mask, **options), None
 
-    intervals = _as_intervals(where, attention_mask, query, key)
+    intervals = _as_intervals(where, attention_mask, query, key, fallback)
     if cu_seqlens is not None:
         intervals = _within_documents(where, intervals, cu_seqlens)
-    if intervals.refusal is not None:
-        if fallback != "sdpa":
+    if intervals.about.refusal is not None:
+        if intervals.elements is None:
             raise UnsupportedError(
-                f"{where}: {intervals.refusal.reason}, but mmattn needs one contiguous range per row "
-                f"({intervals.origin or 'dense mask'}). Load this model with another attn_implementation, or call "
+                f"{where}: {intervals.about.refusal}, but mmattn needs one contiguous range of keys per row "
+                f"({intervals.about.origin}). Load this model with another attn_implementation, or call "
                 'mmattn.hf.register(fallback="sdpa") to run such layers with sdpa and a dense mask'
             )
         return _sdpa(where, module, query, key, value, intervals, scaling, softcap, s_aux)
@@ -95,9 +97,8 @@ def attention_function(
 
 
 def _name(module: torch.nn.Module) -> str:
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    model = (getattr(config, "architectures", None) or [None])[0] or type(config).__name__.removesuffix("Config")
-    return f"{model}, layer {'?' if layer is None else layer} ({type(module).__name__})"
+    model, layer = model_name(getattr(module, "config", None)), getattr(module, "layer_idx", None)
+    return f"{model or 'a model'}, layer {'?' if layer is None else layer} ({type(module).__name__})"
 
 
 def _rows_first(x: Tensor) -> Tensor:
@@ -131,33 +132,33 @@ def _packed(
 def _within_documents(where: str, mask: IntervalMask, cu_seqlens: Tensor) -> IntervalMask:
     """The mask, with packed sequences also told apart where the model left them out of its mask (gpt-oss does)."""
     count = cu_seqlens.numel() - 1
-    if mask.documents is not None:
-        if mask.documents != count:
+    if mask.about.documents is not None:
+        if mask.about.documents != count:
             raise UnsupportedError(
-                f"{where}: cu_seq_lens_q describes {count} sequences, but the position_ids restart {mask.documents} times"
+                f"{where}: cu_seq_lens_q describes {count} sequences, but the position_ids restart {mask.about.documents} times"
             )
         return mask
     if mask.shape[0] != 1 or mask.shape[2] != mask.shape[3]:
         raise UnsupportedError(
             f"{where}: cu_seq_lens_q goes with one packed batch row and no cache, got a mask of shape {list(mask.shape)}"
         )
-    if count <= 1 or mask.refusal is not None:
+    if count <= 1 or mask.about.refusal is not None:
         return mask
     return mask.within(cu_seqlens)
 
 
-def _as_intervals(where: str, mask: Tensor, query: Tensor, key: Tensor) -> IntervalMask:
+def _as_intervals(where: str, mask: Tensor, query: Tensor, key: Tensor, fallback: str | None) -> IntervalMask:
     """The mask of this call in intervals, in the size of the call. Raises `UnsupportedError`."""
     want = (query.shape[0], 1, query.shape[2], key.shape[2])
     if not isinstance(mask, IntervalMask):
         entry = _converted.get(mask)
-        if entry is not None and entry[0] == mask._version and tuple(entry[1].shape) == want:
-            return entry[1]
-        intervals = _from_dense(where, mask, want)
-        _converted[mask] = (mask._version, intervals)
+        if entry is not None and entry[:2] == (mask._version, fallback) and tuple(entry[2].shape) == want:
+            return entry[2]
+        intervals = _from_dense(where, mask, want, fallback)
+        _converted[mask] = (mask._version, fallback, intervals)
         return intervals
-    if mask.shape[0] == 1 and want[0] != 1:
-        mask = cast(IntervalMask, mask.expand(want[0], -1, -1, -1))
+    if any(have == 1 != n for have, n in zip(mask.shape, want)):
+        mask = cast(IntervalMask, mask.expand(want[0], -1, want[2] if mask.shape[2] == 1 else -1, -1))
     if tuple(mask.shape) != want:
         raise UnsupportedError(
             f"{where}: the attention mask is {list(mask.shape)}, but the layer's q and k need {list(want)}"
@@ -165,30 +166,37 @@ def _as_intervals(where: str, mask: Tensor, query: Tensor, key: Tensor) -> Inter
     return mask
 
 
-def _from_dense(where: str, mask: Tensor, want: tuple[int, int, int, int]) -> IntervalMask:
+def _from_dense(where: str, mask: Tensor, want: tuple[int, int, int, int], fallback: str | None) -> IntervalMask:
+    """A dense mask in intervals. With a fallback, one that is something else comes back with its elements."""
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise UnsupportedError(f"{where}: the attention mask must be bool or floating-point, got {mask.dtype}")
     try:
         heads = mask.shape[1] if mask.dim() == 4 else 0
-        elements = mask.expand(want[0], heads, *want[2:])
+        visible = mask.expand(want[0], heads, *want[2:])
     except RuntimeError:
         heads = 0
     if heads == 0:
         raise UnsupportedError(
             f"{where}: the attention mask must be {list(want)} (or broadcast to it), got {list(mask.shape)}"
         )
-    if heads > 1:
-        if not bool((mask == mask[:, :1]).all()):
-            raise UnsupportedError(f"{where}: the attention mask differs between heads, which mmattn does not support")
-    if mask.dtype != torch.bool:
-        if not mask.dtype.is_floating_point:
-            raise UnsupportedError(f"{where}: the attention mask must be bool or floating-point, got {mask.dtype}")
+    problem = None
+    if heads > 1 and not bool((mask == mask[:, :1]).all()):
+        problem = "the attention mask differs between heads"
+    elif mask.dtype != torch.bool:
         hidden = mask <= torch.finfo(mask.dtype).min / 2
+        visible = (~hidden).expand(want[0], heads, *want[2:])
         if not bool((hidden | (mask == 0)).all()):
-            raise UnsupportedError(f"{where}: the attention mask holds biases, not only zeros and minus infinities")
-        elements = (~hidden).expand(want[0], heads, *want[2:])
-    dense = elements[:, :1]
-    rows, problem = rows_in_chunks(lambda s, e: dense[:, 0, s:e], want[0], want[2], want[3], 0, 0)
-    refusal = None if problem is None else Refusal(problem, lambda: dense)
-    return IntervalMask(rows, want[3], "dense mask", refusal=refusal)
+            problem = "the attention mask holds biases, not only zeros and minus infinities"
+    about = About("a dense mask", model=where.split(",")[0], fallback=fallback)
+    if problem is not None:
+        rows = torch.zeros(want[0], want[2], 2, dtype=torch.int32, device=mask.device)
+        elements = mask
+    else:
+        elements = visible[:, :1]
+        rows, problem = rows_in_chunks(lambda s, e: elements[:, 0, s:e], want[0], want[2], want[3], 0, 0)
+    # A copy: `_converted` must not keep its own key alive, and the user may write into the mask.
+    kept = elements.clone() if problem and fallback == "sdpa" else None
+    return IntervalMask(rows, want[3], replace(about, refusal=problem), elements=kept)
 
 
 def _sdpa(
@@ -197,8 +205,7 @@ def _sdpa(
 ) -> tuple[Tensor, None]:  # fmt: skip
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    assert mask.refusal is not None
-    why = mask.refusal.reason
+    why = mask.about.refusal
     lost = [name for name, x in (("softcap", softcap), ("s_aux (sinks)", s_aux)) if x is not None]
     if lost:
         raise UnsupportedError(f"{where}: {why}, and sdpa has no {' and no '.join(lost)} to fall back on")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import dispatch
 from ..batch import Batch
+from ..dispatch import UnsupportedError
 from ..mask import Mask
 from ..plan import Lowering, Plan, TileTable
 
@@ -24,12 +25,19 @@ CHUNK_ELEMENTS = 2**24
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why a mask is not one interval per row, and how to get it in dense form after all."""
+class About:
+    """What a mask is besides its tensors. Hashable and comparable: compiled code may depend on it."""
 
-    reason: str
-    dense: Callable[[], Tensor]
-    """Builds the bool `[B, 1, Q, K]` mask; called only where the user asked for a fallback or a model needs elements."""
+    origin: str = field(default="", compare=False)
+    """What the intervals came from, for people."""
+    documents: int | None = None
+    """Packed documents in the batch, None where the mask is not packed."""
+    refusal: str | None = None
+    """Why the mask is not one interval per row. It raises where a layer uses it, unless it has `elements`."""
+    model: str = ""
+    """Class of the model that asked for the mask, as far as its config tells."""
+    fallback: str | None = None
+    """"sdpa": where the elements are needed, they are formed. None: that raises."""
 
 
 class GivenRows:
@@ -47,19 +55,23 @@ class GivenRows:
 
 
 class IntervalMask(Tensor):
-    """A bool mask `[B, 1, Q, K]` of which only `rows` exists: int32 `[B, Q, 2]`, half-open key-index intervals.
+    """A mask `[B, 1, Q, K]` of which only `rows` exists: int32 `[B, Q, 2]`, half-open key-index intervals.
 
-    Models pass it around like a tensor. Slices, moves and batch expansions stay intervals; every other operator builds
-    the dense mask, with a warning, so that no model breaks. The plan is built once and shared by the layers that
-    get this object.
+    Models pass it around like a tensor. Operators that keep intervals intervals work: slices, moves, expansions,
+    concatenation along the batch or the rows, the intersection of two masks. Every other operator raises
+    `UnsupportedError`, since a model that calculates with its mask would get something else than it thinks; with
+    `fallback="sdpa"` it gets a dense mask of the type that its class is written for, with a warning. Nobody can
+    write into the mask.
+
+    The dtype is what the mask stands for: bool (True = visible), or a float type (0 = visible, its lowest number =
+    hidden) for models whose classes know no sdpa. `elements`, a tensor for sdpa, exists only if the mask is not one
+    interval per row and a fallback was asked for. The plan is built once and shared by the layers that get
+    this object.
     """
 
     rows: Tensor
-    origin: str
-    """What the intervals came from, for people."""
-    documents: int | None
-    """Packed documents in the batch, None where the mask is not packed."""
-    refusal: Refusal | None
+    elements: Tensor | None
+    about: About
     _plan: Plan | None
     _within: tuple[Tensor, IntervalMask] | None
 
@@ -68,43 +80,47 @@ class IntervalMask(Tensor):
         cls,
         rows: Tensor,
         kv_length: int,
-        origin: str = "",
-        documents: int | None = None,
-        refusal: Refusal | None = None,
+        about: About | None = None,
+        *,
+        dtype: torch.dtype = torch.bool,
+        elements: Tensor | None = None,
         plan: Plan | None = None,
     ) -> IntervalMask:
         batch, q_length, _ = rows.shape
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (batch, 1, q_length, kv_length), dtype=torch.bool, device=rows.device
+            cls, (batch, 1, q_length, kv_length), dtype=dtype, device=rows.device
         )
-        self.rows, self.origin, self.documents, self.refusal = rows, origin, documents, refusal
+        self.rows, self.elements, self.about = rows, elements, about or About()
         self._plan, self._within = plan, None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kind = f"refused: {self.refusal.reason}" if self.refusal else self.origin
-        return f"IntervalMask({list(self.shape)}, {self.device}, {kind})"
+        kind = f"refused: {self.about.refusal}" if self.about.refusal else self.about.origin
+        return f"IntervalMask({list(self.shape)}, {self.dtype}, {self.device}, {kind})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["rows"], (self.origin, self.documents, self.refusal)
+        return ["rows"] if self.elements is None else ["rows", "elements"], (self.about, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], ctx: tuple[Any, ...], size: Any, stride: Any) -> IntervalMask:
-        return IntervalMask(inner["rows"], size[3], *ctx)
+        about, dtype = ctx
+        return IntervalMask(inner["rows"], size[3], about, dtype=dtype, elements=inner.get("elements"))
 
     @property
     def plan(self) -> Plan:
         """The plan for q `[B, Q, Hq, D]` and k `[B, K, Hkv, D]`; raises `ValueError` for a refused mask."""
-        if self.refusal is not None:
-            raise ValueError(self.refusal.reason)
+        if self.about.refusal is not None:
+            raise ValueError(self.about.refusal)
         if self._plan is None:
             self._plan = plan_from_rows(self.rows, self.shape[3])
         return self._plan
 
     def dense(self) -> Tensor:
-        """The elements, a plain bool tensor `[B, 1, Q, K]`."""
-        if self.refusal is not None:
-            return self.refusal.dense()
+        """The elements, a plain bool tensor `[B, 1, Q, K]`; `ValueError` where they are not known."""
+        if self.about.refusal is not None:
+            if self.elements is None:
+                raise ValueError(self.about.refusal)
+            return self.elements
         key = torch.arange(self.shape[3], device=self.rows.device)
         lo, hi = self.rows[:, None, :, :, None].unbind(3)
         return (key >= lo) & (key < hi)
@@ -116,14 +132,19 @@ class IntervalMask(Tensor):
             row = torch.arange(self.shape[2], device=self.rows.device)
             at = torch.searchsorted(ends[1:], row, right=True).clamp(max=ends.numel() - 2)
             first, end = ends[at], ends[at + 1].masked_fill(row >= ends[-1], 0)
-            lo = torch.maximum(self.rows[..., 0], first)
-            hi = torch.maximum(torch.minimum(self.rows[..., 1], end), lo)
-            rows = torch.stack([lo, hi], dim=-1).to(torch.int32)
-            self._within = cu_seqlens, IntervalMask(rows, self.shape[3], self.origin, documents=ends.numel() - 1)
+            rows = _intersection(self.rows, torch.stack([first, end], dim=-1)[None])
+            about = replace(self.about, documents=ends.numel() - 1)
+            self._within = cu_seqlens, IntervalMask(rows, self.shape[3], about, dtype=self.dtype)
         return self._within[1]
 
-    def _with_rows(self, rows: Tensor, kv_length: int) -> IntervalMask:
-        return IntervalMask(rows, kv_length, self.origin)
+    def changed(
+        self, rows: Callable[[Tensor], Tensor], elements: Callable[[Tensor], Tensor], kv_length: int | None = None
+    ) -> IntervalMask:
+        """This mask after an operator that does `rows` to its rows and would do `elements` to its elements."""
+        about = replace(self.about, documents=None)  # they count tokens of the whole mask
+        new = None if self.elements is None else elements(self.elements)
+        kv_length = self.shape[3] if kv_length is None else kv_length
+        return IntervalMask(rows(self.rows), kv_length, about, dtype=self.dtype, elements=new)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -133,15 +154,69 @@ class IntervalMask(Tensor):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        log.warning("%s needs the elements of %s: building the dense mask", func, tuple(args[0].shape) if args else "")
-        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, IntervalMask) else x, (args, kwargs))
-        return func(*args, **kwargs)
+        return _with_elements(func, args, kwargs)
 
 
-def _refused_part(mask: IntervalMask, part: Callable[[Tensor], Tensor], rows: Tensor, kv_length: int) -> IntervalMask:
-    assert mask.refusal is not None
-    whole = mask.refusal
-    return IntervalMask(rows, kv_length, mask.origin, refusal=Refusal(whole.reason, lambda: part(whole.dense())))
+# Operators that need the elements
+
+
+def additive(dense: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as transformers' eager attention adds it to its scores: 0 = visible, the lowest number = hidden."""
+    return torch.zeros_like(dense, dtype=dtype).masked_fill(~dense, torch.finfo(dtype).min)
+
+
+_ADDS = {aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.rsub.Tensor}
+
+
+def _with_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on the dense mask where a fallback was asked for, else raises `UnsupportedError`."""
+    leaves = tree_leaves((args, kwargs))
+    masks = [x for x in leaves if isinstance(x, IntervalMask)]
+    written = [x for a, x in _arguments(func, args, kwargs) if a.alias_info is not None and a.alias_info.is_write]
+    mask = masks[0]
+    model = mask.about.model or "the model"
+    if any(isinstance(x, IntervalMask) for x in tree_leaves(written)):
+        raise UnsupportedError(
+            f"{model}: {func} writes into the attention mask, which mmattn keeps as one key interval per row; "
+            + _ELSEWHERE
+        )
+    if mask.about.fallback != "sdpa":
+        raise UnsupportedError(
+            f"{model}: {func} calculates with the attention mask, of which mmattn only keeps one key interval per row; "
+            f'{_ELSEWHERE}, or call mmattn.hf.register(fallback="sdpa") to give such models a dense mask'
+        )
+    # Whoever adds a mask to scores means floats, whatever its class says about sdpa.
+    floats = [x.dtype for x in leaves if isinstance(x, Tensor) and x.dtype.is_floating_point]
+    dtype = floats[0] if func in _ADDS and floats else mask.dtype
+    log.warning("%s: %s needs the elements of a mask %s: building it", model, func, list(mask.shape))
+
+    def elements(x: Any) -> Any:
+        if not isinstance(x, IntervalMask):
+            return x
+        return x.dense() if dtype == torch.bool else additive(x.dense(), dtype)
+
+    args, kwargs = tree_map(elements, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The declared arguments of an operator with what was given for them."""
+    declared = func._schema.arguments
+    return [*zip(declared, args), *((a, kwargs[a.name]) for a in declared[len(args) :] if a.name in kwargs)]
+
+
+_ELSEWHERE = (
+    'load that part of the model with another attention, as in attn_implementation={"text_config": "mmattn", '
+    '"vision_config": "sdpa"} with the names of its sub-configs'
+)
+
+
+# Operators that keep a mask in intervals: pure functions of rows and elements
+
+
+def _same(mask: IntervalMask, *_: Any, **__: Any) -> IntervalMask:
+    # Nobody writes into a mask, so copies share their rows.
+    return IntervalMask(mask.rows, mask.shape[3], mask.about, dtype=mask.dtype, elements=mask.elements, plan=mask._plan)
 
 
 def _slice(mask: IntervalMask, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -153,46 +228,69 @@ def _slice(mask: IntervalMask, dim: int = 0, start: Any = None, end: Any = None,
     if (start, end, step) == (0, size, 1):
         return _same(mask)
     end = max(start, end)
-    rows, kv_length = mask.rows, mask.shape[3]
+
+    def elements(dense: Tensor) -> Tensor:
+        return dense.narrow(dim, start, end - start) if step == 1 else aten.slice.Tensor(dense, dim, start, end, step)
+
     if dim == 3:
-        kv_length = end - start
-        rows = (rows - start).clamp(0, kv_length)
-    else:
-        rows = rows[start:end:step] if dim == 0 else rows[:, start:end:step]
-    if mask.refusal is not None:
-        return _refused_part(mask, lambda dense: aten.slice.Tensor(dense, dim, start, end, step), rows, kv_length)
-    return mask._with_rows(rows, kv_length)
-
-
-def _same(mask: IntervalMask, *_: Any, **__: Any) -> IntervalMask:
-    return IntervalMask(mask.rows, mask.shape[3], mask.origin, mask.documents, mask.refusal, mask._plan)
+        return mask.changed(lambda rows: (rows - start).clamp(0, end - start), elements, end - start)
+    return mask.changed(lambda rows: rows[start:end:step] if dim == 0 else rows[:, start:end:step], elements)
 
 
 def _to_copy(mask: IntervalMask, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    if dtype not in (None, torch.bool):
+    dtype = mask.dtype if dtype is None else dtype
+    # An additive mask stays one in another float type. A bool mask as floats would be 0 and 1.
+    if dtype != mask.dtype and not (dtype.is_floating_point and mask.dtype.is_floating_point):
         return NotImplemented
     if device is None or torch.device(device) == mask.device:
-        return _same(mask)
-    refusal = mask.refusal and Refusal(mask.refusal.reason, lambda: mask.dense().to(device))
-    return IntervalMask(mask.rows.to(device), mask.shape[3], mask.origin, mask.documents, refusal)
+        return IntervalMask(mask.rows, mask.shape[3], mask.about, dtype=dtype, elements=mask.elements, plan=mask._plan)
+    elements = None if mask.elements is None else mask.elements.to(device)
+    return IntervalMask(mask.rows.to(device), mask.shape[3], mask.about, dtype=dtype, elements=elements)
 
 
 def _expand(mask: IntervalMask, size: Any, **_: Any) -> Any:
-    want = [have if n == -1 else n for n, have in zip(size, mask.shape)]
-    if len(size) != 4 or want[1:] != list(mask.shape[1:]):
+    if len(size) != 4:
         return NotImplemented
-    if mask.refusal is not None:
-        return _refused_part(mask, lambda dense: dense.expand(want), mask.rows.expand(want[0], -1, -1), mask.shape[3])
-    return mask._with_rows(mask.rows.expand(want[0], -1, -1), mask.shape[3])
+    want = [have if n == -1 else n for n, have in zip(size, mask.shape)]
+    if want[1] != 1 or want[3] != mask.shape[3]:
+        return NotImplemented
+    return mask.changed(lambda rows: rows.expand(want[0], want[2], -1), lambda dense: dense.expand(want))
 
 
 def _index_select(mask: IntervalMask, dim: int, index: Tensor) -> Any:
     if dim % 4 not in (0, 2):
         return NotImplemented
-    rows = mask.rows.index_select(0 if dim % 4 == 0 else 1, index)
-    if mask.refusal is not None:
-        return _refused_part(mask, lambda dense: dense.index_select(dim, index), rows, mask.shape[3])
-    return mask._with_rows(rows, mask.shape[3])
+    return mask.changed(
+        lambda rows: rows.index_select(0 if dim % 4 == 0 else 1, index), lambda dense: dense.index_select(dim, index)
+    )
+
+
+def _cat(masks: list[Any], dim: int = 0) -> Any:
+    dim %= 4
+    first = masks[0]
+    alike = all(
+        isinstance(m, IntervalMask)
+        and m.about == first.about
+        and m.dtype == first.dtype
+        and (m.elements is None) == (first.elements is None)
+        for m in masks
+    )
+    if dim not in (0, 2) or not alike or len({m.shape[3] for m in masks}) > 1:
+        return NotImplemented
+    return first.changed(
+        lambda _: torch.cat([m.rows for m in masks], dim=0 if dim == 0 else 1),
+        lambda _: torch.cat([m.elements for m in masks], dim=dim),
+    )
+
+
+def _and(mask: Any, other: Any) -> Any:
+    if not (isinstance(mask, IntervalMask) and isinstance(other, IntervalMask)):
+        return NotImplemented
+    refused = mask.about.refusal is not None or other.about.refusal is not None
+    if mask.shape != other.shape or {mask.dtype, other.dtype} != {torch.bool} or refused:
+        return NotImplemented
+    about = replace(mask.about, documents=None, origin=f"{mask.about.origin} and {other.about.origin}")
+    return IntervalMask(_intersection(mask.rows, other.rows), mask.shape[3], about)
 
 
 _KEPT: dict[Any, Callable[..., Any]] = {
@@ -203,8 +301,20 @@ _KEPT: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
     aten.expand.default: _expand,
     aten.index_select.default: _index_select,
+    aten.cat.default: _cat,
+    aten.bitwise_and.Tensor: _and,
+    aten.logical_and.default: _and,
 }
-"""Operators that keep a mask in interval form. Masks are never written to, so copies may share their rows."""
+
+
+# Rows
+
+
+def _intersection(rows: Tensor, others: Tensor) -> Tensor:
+    """Two tables of intervals, `[B, Q, 2]`, cut with each other: int32."""
+    lo = torch.maximum(rows[..., 0], others[..., 0])
+    hi = torch.maximum(torch.minimum(rows[..., 1], others[..., 1]), lo)
+    return torch.stack([lo, hi], dim=-1).to(torch.int32)
 
 
 def plan_from_rows(rows: Tensor, kv_length: int) -> Plan:

@@ -14,15 +14,21 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import masking_utils as hf
 
 from ..attention import plan as make_plan
+from ..batch import debugging
 from ..mask import Mask
 from ..spans import query_spans_from_block_ids, repeated, runs
-from .intervals import IntervalMask, Refusal, plan_from_rows, rows_in_chunks, rows_of
+from .intervals import About, IntervalMask, plan_from_rows, rows_in_chunks, rows_of
+from .model_classes import knows_sdpa, model_name
 
 log = logging.getLogger(__name__)
+
+DEBUG_ROWS = 64
+"""About so many rows of each mask are compared with transformers' own closure under `MMATTN_DEBUG=1`."""
 
 
 class Unknown(Exception):
@@ -203,6 +209,8 @@ def mask_function(
     config: Any = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    fallback: str | None = None,
     **_: Any,
 ) -> IntervalMask:
     """A mask function for `transformers.AttentionMaskInterface`: returns the mask as one key interval per row.
@@ -211,6 +219,8 @@ def mask_function(
         q_offset, kv_offset: absolute position of row 0 and of key 0. Tensors are copied.
         mask_function: transformers' composed closure over absolute positions.
         attention_mask: bool `[B, L]` by absolute position (True = a key that exists), or None; past its end no key exists.
+        config: of the model that asks; `dtype`: of its activations.
+        fallback: as in `mmattn.hf.register`; "sdpa" forms the elements of a mask that is not one interval per row.
 
     A mask that is not one interval per row is returned too, with the reason: it raises where a layer uses it.
     """
@@ -218,15 +228,8 @@ def mask_function(
     shape = (batch_size, q_length, kv_length)
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
-    try:
-        rule = describe(mask_function)
-        if isinstance(rule, Blocks):
-            raise Unknown("blocks alone")
-        if attention_mask is not None:
-            rule = replace(rule, paddings=(*rule.paddings, attention_mask))
-        return _lower(rule, *shape, q_offset, kv_offset, device)
-    except Unknown as unknown:
-        why = str(unknown)
+    about = About(model=model_name(config), fallback=fallback)
+    dtype = torch.bool if knows_sdpa(config) else dtype
 
     def dense(start: int, end: int) -> Tensor:
         arguments: dict[str, Any] = dict(
@@ -237,11 +240,23 @@ def mask_function(
         mask: Any = hf.sdpa_mask(**arguments)
         return mask.expand(batch_size, 1, -1, -1)
 
+    try:
+        rule = describe(mask_function)
+        if isinstance(rule, Blocks):
+            raise Unknown("blocks alone")
+        if attention_mask is not None:
+            rule = replace(rule, paddings=(*rule.paddings, attention_mask))
+        mask = _lower(rule, *shape, q_offset, kv_offset, device, about, dtype)
+        if debugging():
+            _verify(mask, dense)
+        return mask
+    except Unknown as unknown:
+        why = str(unknown)
+
     rows, problem = rows_in_chunks(lambda s, e: dense(s, e)[:, 0], *shape, q_offset, int(kv_offset))
-    origin = f"evaluated, because of {why}"
-    if problem is None:
-        return IntervalMask(rows, kv_length, origin)
-    return IntervalMask(rows, kv_length, origin, refusal=Refusal(problem, lambda: dense(0, q_length)))
+    about = replace(about, origin=f"evaluated, because of {why}", refusal=problem)
+    elements = dense(0, q_length) if problem is not None and fallback == "sdpa" else None
+    return IntervalMask(rows, kv_length, about, dtype=dtype, elements=elements)
 
 
 def _lower(
@@ -252,6 +267,8 @@ def _lower(
     q_offset: int | Tensor,
     kv_offset: int | Tensor,
     device: torch.device,
+    about: About,
+    dtype: torch.dtype,
 ) -> IntervalMask:
     """The rule as a `Mask` and batch arguments, lowered. Reads the device once, and only where it must check."""
     checks: dict[str, Tensor] = {}
@@ -290,10 +307,32 @@ def _lower(
         mm_prefix_clamp=rule.clamp, chunk_size=rule.chunk,
     )  # fmt: skip
     if rule.documents is not None:
-        return _lower_documents(mask, rule)
+        return _lower_documents(mask, rule, about, dtype)
     sizes = torch.empty(batch_size, kv_length, 1, 1, device="meta")
     plan = make_plan(mask, k=sizes, batch_size=batch_size, max_seqlen_q=q_length, device=device, **args)
-    return IntervalMask(plan.rows.view(batch_size, q_length, 2), kv_length, str(mask), plan=plan)
+    rows = plan.rows.view(batch_size, q_length, 2)
+    return IntervalMask(rows, kv_length, replace(about, origin=str(mask)), dtype=dtype, plan=plan)
+
+
+def _verify(mask: IntervalMask, dense: Callable[[int, int], Tensor]) -> None:
+    """Compares sampled rows with the elements that transformers' closure gives; `MMATTN_DEBUG=1` asks for it."""
+    length = mask.shape[2]
+    sampled = {0, length - 1, *range(0, length, max(1, length // DEBUG_ROWS))} if length else ()
+    for row in sorted(sampled):
+        part: Any = mask[:, :, row : row + 1]
+        got, expected = part.dense(), dense(row, row + 1)
+        if not torch.equal(got, expected):
+            b = int((got != expected).flatten(1).any(1).nonzero()[0])
+            keys = [x[b, 0, 0].nonzero().flatten().tolist() for x in (got, expected)]
+            raise RuntimeError(
+                f"{mask.about.model or 'a model'}: mmattn reads the mask of transformers {transformers.__version__} as "
+                f"{mask.about.origin}, but in row {row} of sequence {b} it shows {_brief(keys[0])}, not {_brief(keys[1])} "
+                "(key indices). This is a fault of mmattn or a change in transformers: please report it"
+            )
+
+
+def _brief(keys: list[int]) -> str:
+    return f"{len(keys)} keys" + (f" from {keys[0]} to {keys[-1]}" if keys else "")
 
 
 def _valid_keys(paddings: tuple[Tensor, ...], kv_length: int, kv_offset: int | Tensor, device: torch.device) -> Tensor:
@@ -306,7 +345,7 @@ def _valid_keys(paddings: tuple[Tensor, ...], kv_length: int, kv_offset: int | T
     return valid
 
 
-def _lower_documents(mask: Mask, rule: Rule) -> IntervalMask:
+def _lower_documents(mask: Mask, rule: Rule, about: About, dtype: torch.dtype) -> IntervalMask:
     """Packed documents: planned as sequences of their own, in the rows and keys of the batch that holds them."""
     documents = rule.documents
     assert documents is not None
@@ -323,5 +362,6 @@ def _lower_documents(mask: Mask, rule: Rule) -> IntervalMask:
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, q_start=first_position, kv_start=first_position,
     )  # fmt: skip
     rows = packed.rows.view(batch_size, length, 2) + start.to(torch.int32)[..., None]
-    plan = plan_from_rows(rows, length)
-    return IntervalMask(rows, length, f"{mask} in {begins.numel()} documents", documents=begins.numel(), plan=plan)
+    count = begins.numel()
+    about = replace(about, origin=f"{mask} in {count} documents", documents=count)
+    return IntervalMask(rows, length, about, dtype=dtype, plan=plan_from_rows(rows, length))
