@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from . import torch_backend
-from .batch import Call, current, debugging
+from .batch import Batch, Call, current, debugging
 from .checks import check, facts_of, kind_of, options_of
 from .cute import support as cute_support
-from .plan import Grads, Lowering, Options, Plan, Settle, TorchLowering, Write
+from .mask import Mask
+from .plan import Grads, Lowering, Options, Plan, Settle, TileTable, TorchLowering, Write
 from .triton import support as triton_support
 
 log = logging.getLogger("mmattn")
@@ -223,3 +224,16 @@ def lowering(device_type: str) -> Lowering:
         device_lowering: Lowering = import_module(".triton.bounds", __package__).DeviceLowering()
         return device_lowering
     return TorchLowering()
+
+
+class GivenRows:
+    """`plan.Lowering` of a plan whose row intervals are known already, int32 `[total_q, 2]`."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
+        return self.rows
+
+    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
+        return lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)

@@ -177,7 +177,7 @@ class _Arguments:
         plan = _plans.get(self.key)
         if plan is None:
             # It must not keep the key alive, nor be found again when another tensor takes the place of these rows.
-            plan = _plans[self.key] = Plan(self.mask, self.batch, GivenRows(self.rows.detach()))
+            plan = _plans[self.key] = Plan(self.mask, self.batch, dispatch.GivenRows(self.rows.detach()))
         return plan
 
     def attend(self, out: Tensor | None, with_lse: bool, requires_grad: bool) -> tuple[Tensor, Tensor | None]:
@@ -190,19 +190,6 @@ class _Arguments:
 
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Key -> its plan, for as long as the key lives."""
-
-
-class GivenRows:
-    """`plan.Lowering` of a plan whose row intervals are known already, int32 `[total_q, 2]`."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
-        return self.rows
-
-    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
-        return dispatch.lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)
 
 
 def _row_intervals(mask, total_q, *rest, device):  # type: ignore[no-untyped-def]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
@@ -49,12 +48,9 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
     if fallback not in (None, "sdpa"):
         raise ValueError(f"fallback must be None or 'sdpa', got {fallback!r}")
 
-    # Masks and plans are host objects: torch.compile steps around both functions.
-    @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Any:
         return attention_function(*args, backend=backend, fallback=fallback, **kwargs)
 
-    @torch.compiler.disable
     def make_mask(**kwargs: Any) -> Any:
         return mask_function(**kwargs, fallback=fallback)
 

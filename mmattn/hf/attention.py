@@ -15,6 +15,7 @@ from ..dispatch import UnsupportedError
 from ..mask import Mask
 from .intervals import About, IntervalMask, rows_in_chunks
 from .model_classes import model_name
+from .traced import traced_dense, traced_plan
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ def attention_function(
         return attention(q, k, v, mask, **options), None
 
     intervals = _as_intervals(where, attention_mask, query, key, fallback)
+    if torch.compiler.is_compiling():
+        return attention(q, k, v, traced_plan(where, intervals, cu_seqlens), **options), None
     if cu_seqlens is not None:
         intervals = _within_documents(where, intervals, cu_seqlens)
     if intervals.about.refusal is not None:
@@ -150,6 +153,8 @@ def _within_documents(where: str, mask: IntervalMask, cu_seqlens: Tensor) -> Int
 def _as_intervals(where: str, mask: Tensor, query: Tensor, key: Tensor, fallback: str | None) -> IntervalMask:
     """The mask of this call in intervals, in the size of the call. Raises `UnsupportedError`."""
     want = (query.shape[0], 1, query.shape[2], key.shape[2])
+    if not isinstance(mask, IntervalMask) and torch.compiler.is_compiling():
+        return traced_dense(mask, want, About("a dense mask", model=where.split(",")[0], fallback=fallback))
     if not isinstance(mask, IntervalMask):
         entry = _converted.get(mask)
         if entry is not None and entry[:2] == (mask._version, fallback) and tuple(entry[2].shape) == want:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .. import dispatch
 from ..batch import Batch
-from ..dispatch import UnsupportedError
+from ..dispatch import GivenRows, UnsupportedError
 from ..mask import Mask
-from ..plan import Lowering, Plan, TileTable
+from ..plan import Plan, plan_key
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -40,20 +39,6 @@ class About:
     """"sdpa": where the elements are needed, they are formed. None: that raises."""
 
 
-class GivenRows:
-    """A lowering whose row intervals are known already."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-        self.inner: Lowering = dispatch.lowering(rows.device.type)
-
-    def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
-        return self.rows
-
-    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
-        return self.inner.tile_table(rows, batch, tile_m, group, tile_n)
-
-
 class IntervalMask(Tensor):
     """A mask `[B, 1, Q, K]` of which only `rows` exists: int32 `[B, Q, 2]`, half-open key-index intervals.
 
@@ -70,6 +55,8 @@ class IntervalMask(Tensor):
     """
 
     rows: Tensor
+    key: Tensor | None
+    """Stands for the plan in compiled graphs, see `mmattn.plan.Plan.key`; None for a refused mask, which has none."""
     elements: Tensor | None
     about: About
     _plan: Plan | None
@@ -85,6 +72,7 @@ class IntervalMask(Tensor):
         dtype: torch.dtype = torch.bool,
         elements: Tensor | None = None,
         plan: Plan | None = None,
+        key: Tensor | None = None,
     ) -> IntervalMask:
         batch, q_length, _ = rows.shape
         self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
@@ -92,6 +80,9 @@ class IntervalMask(Tensor):
         )
         self.rows, self.elements, self.about = rows, elements, about or About()
         self._plan, self._within = plan, None
+        if key is None and self.about.refusal is None:
+            key = plan_key(rows) if plan is None else plan.key
+        self.key = key
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -99,12 +90,15 @@ class IntervalMask(Tensor):
         return f"IntervalMask({list(self.shape)}, {self.dtype}, {self.device}, {kind})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return ["rows"] if self.elements is None else ["rows", "elements"], (self.about, self.dtype)
+        inner = [name for name in ("rows", "key", "elements") if getattr(self, name) is not None]
+        return inner, (self.about, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], ctx: tuple[Any, ...], size: Any, stride: Any) -> IntervalMask:
         about, dtype = ctx
-        return IntervalMask(inner["rows"], size[3], about, dtype=dtype, elements=inner.get("elements"))
+        return IntervalMask(
+            inner["rows"], size[3], about, dtype=dtype, elements=inner.get("elements"), key=inner.get("key")
+        )
 
     @property
     def plan(self) -> Plan:
@@ -112,7 +106,7 @@ class IntervalMask(Tensor):
         if self.about.refusal is not None:
             raise ValueError(self.about.refusal)
         if self._plan is None:
-            self._plan = plan_from_rows(self.rows, self.shape[3])
+            self._plan = plan_from_rows(self.rows, self.shape[3], self.key)
         return self._plan
 
     def dense(self) -> Tensor:
@@ -216,7 +210,9 @@ _ELSEWHERE = (
 
 def _same(mask: IntervalMask, *_: Any, **__: Any) -> IntervalMask:
     # Nobody writes into a mask, so copies share their rows.
-    return IntervalMask(mask.rows, mask.shape[3], mask.about, dtype=mask.dtype, elements=mask.elements, plan=mask._plan)
+    return IntervalMask(
+        mask.rows, mask.shape[3], mask.about, dtype=mask.dtype, elements=mask.elements, plan=mask._plan, key=mask.key
+    )
 
 
 def _slice(mask: IntervalMask, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
@@ -317,13 +313,16 @@ def _intersection(rows: Tensor, others: Tensor) -> Tensor:
     return torch.stack([lo, hi], dim=-1).to(torch.int32)
 
 
-def plan_from_rows(rows: Tensor, kv_length: int) -> Plan:
-    """A plan whose row intervals are `rows`, int32 `[B, Q, 2]`, half-open key indices."""
+def plan_from_rows(rows: Tensor, kv_length: int, key: Tensor | None = None) -> Plan:
+    """A plan whose row intervals are `rows`, int32 `[B, Q, 2]`, half-open key indices, and whose key is `key`."""
     batch_size, q_length, _ = rows.shape
     batch = Batch.build(
         batch_size=batch_size, max_seqlen_q=q_length, k_shape=(batch_size, kv_length, 1, 1), device=rows.device
     )
-    return Plan(Mask.full(), batch, GivenRows(rows.reshape(-1, 2).contiguous()))
+    plan = Plan(Mask.full(), batch, GivenRows(rows.reshape(-1, 2).contiguous()))
+    if key is not None:
+        plan.key = key
+    return plan
 
 
 def rows_of(dense: Tensor) -> tuple[Tensor, Tensor]:

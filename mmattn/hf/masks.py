@@ -24,6 +24,7 @@ from ..mask import Mask
 from ..spans import query_spans_from_block_ids, repeated, runs
 from .intervals import About, IntervalMask, plan_from_rows, rows_in_chunks, rows_of
 from .model_classes import knows_sdpa, model_name
+from .traced import traced_mask
 
 log = logging.getLogger(__name__)
 
@@ -229,6 +230,8 @@ def mask_function(
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()
     about = About(model=model_name(config), fallback=fallback)
+    if torch.compiler.is_compiling():
+        return traced_mask(*shape, q_offset, kv_offset, mask_function, attention_mask, device, about)
     dtype = torch.bool if knows_sdpa(config) else dtype
 
     def dense(start: int, end: int) -> Tensor:
