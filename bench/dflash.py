@@ -49,6 +49,7 @@ def make_models(
                 "sliding_window": window,
                 "is_causal": False,
                 "block_size": block,
+                "rope_theta": 10000.0,
                 "num_target_layers": layers,
                 "dflash_config": {
                     "mask_token_id": VOCABULARY - 1,

@@ -143,7 +143,7 @@ def test_every_form_of_a_config(form, tmp_path):
     assert target_hidden_ids(given) == (1, 12, 24, 36, 48)
     read = DrafterConfig.read(given)
     assert (read.draft_tokens, read.sinks, read.value_scale) == (7, True, 0.612)
-    assert read.inv_freq.numel() == 32  # half of 64 rotated dims
+    assert read.rope.inv_freq.numel() == 32  # half of 64 rotated dims
 
 
 def test_invalid_json_is_named(tmp_path):
@@ -221,8 +221,8 @@ def test_rope_is_that_of_transformers(rope):
     given = {name: x for name, x in MIMO_V25.items() if name not in ("rope_theta", "partial_rotary_factor")}
     read = DrafterConfig.read({**given, "rope_parameters": rope})
     want = Qwen3RotaryEmbedding(transformers.Qwen3Config(**given, rope_parameters=rope))
-    torch.testing.assert_close(read.inv_freq.float(), want.inv_freq, rtol=1e-6, atol=0)
-    assert read.rotary_factor == pytest.approx(want.attention_scaling)
+    torch.testing.assert_close(read.rope.inv_freq.float(), want.inv_freq, rtol=1e-6, atol=0)
+    assert read.rope.factor == pytest.approx(want.attention_scaling)
 
 
 # The mask embedding
