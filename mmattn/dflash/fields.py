@@ -51,7 +51,8 @@ def read_fields(config: ConfigLike) -> dict[str, Any]:
     inner = raw.get("transformer_layer_config")
     if not isinstance(inner, Mapping):
         raise ValueError(f"transformer_layer_config must be an object, got {inner!r}")
-    fields = {**inner, **{name: value for name, value in raw.items() if name != "transformer_layer_config"}}
+    outer = {n: x for n, x in raw.items() if n not in ("transformer_layer_config", "speculators_model_type")}
+    fields = {**inner, **outer}
     fields["eagle_aux_hidden_state_layer_ids"] = fields.pop("aux_hidden_state_layer_ids", None)
     fields.setdefault("sliding_window_non_causal", True)
     return fields
