@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+pytest.importorskip("click")
+
+import transformers
 
 from mmattn.dflash import Drafter, HiddenTaps, generate
 from mmattn.dflash.demo import BLOCK, MASK_TOKEN, WINDOW, target_outputs, tiny_target, train

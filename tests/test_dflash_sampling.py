@@ -155,7 +155,7 @@ def test_a_proposal_of_the_wrong_shape():
 
 # The loop
 
-SMALL, BATCH, NEW = 6, 1000, 4
+SMALL, BATCH, NEW = 6, 500, 4
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+pytest.importorskip("click")
+
+import transformers
 
 from mmattn.dflash import Drafter, HiddenTaps, generate
 from mmattn.dflash.demo import tiny_drafter_config, tiny_target
