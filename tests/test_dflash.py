@@ -308,14 +308,6 @@ def test_positions_past_the_longest_are_refused(kind):
     longer.extend(hidden, [32], other)
     bonus = torch.tensor([3])
     torch.testing.assert_close(drafter(drafter.embed(bonus), cache), longer(longer.embed(bonus), other))
-    scaled = make(
-        {
-            **VARIANTS["hybrid, not causal"][0],
-            "max_position_embeddings": 32,
-            "rope_scaling": {"type": "linear", "factor": 2.0},
-        }
-    )
-    assert scaled.new_cache(1, 64, kind=kind).capacity == 64
 
 
 def test_a_cache_cuts_no_gradient_silently():

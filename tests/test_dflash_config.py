@@ -139,6 +139,7 @@ def test_sliding_window_non_causal(where):
         ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}, [None, 16, 16]),
         ({"use_sliding_window": True, "max_window_layers": 3, "sliding_window": 16}, [None] * 3),
         ({"use_sliding_window": False, "max_window_layers": 1, "sliding_window": 16}, [None] * 3),
+        ({"use_sliding_window": True, "sliding_window": 16}, [None] * 3),
         ({"sliding_window": 16}, [None] * 3),
     ],
 )
@@ -147,7 +148,13 @@ def test_windows_that_are_derived(fields, windows):
     assert got == [(w, w is not None) for w in windows]
 
 
-@pytest.mark.parametrize("derived", [{"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}])
+@pytest.mark.parametrize(
+    "derived",
+    [
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16},
+        {"use_sliding_window": True, "sliding_window": 16},
+    ],
+)
 def test_derived_layers_are_those_of_transformers(derived):
     transformers = pytest.importorskip("transformers")
     given = {"num_hidden_layers": 3, **derived}
@@ -188,10 +195,6 @@ def test_a_sliding_layer_without_a_window_is_named(given, layer):
         (
             {"layer_types": [F], "sliding_windows": [4]},
             r"layer_types\[0\] is 'full_attention', but sliding_windows\[0\] is 4",
-        ),
-        (
-            {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 4},
-            "neither layer_types nor max_window_layers",
         ),
         (config([], num_hidden_layers=2), "0 entries, but num_hidden_layers is 2"),
         (config(["chunked_attention"]), r"layer_types\[0\].*'chunked_attention'"),

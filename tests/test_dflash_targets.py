@@ -250,9 +250,25 @@ def test_a_drafter_for_another_target_is_refused_before_weights_are_read(fields,
     assert all(value in str(error.value) for value in values), str(error.value)
 
 
+def test_vocabularies_may_differ_by_padding_where_the_tables_are_shared(tmp_path):
+    """The published drafter of MiMo-V2.5-Pro says 152064, its target 152576. With tables of its own each row counts."""
+    target = tiny_target("qwen3")
+    config = {**tiny_drafter_config(target), "vocab_size": 152064}
+    target.config.vocab_size = 152576
+    Drafter(config).attach(target)
+    target.config.vocab_size = 153000
+    with pytest.raises(ValueError, match="a vocabulary of 152064, but the target's holds 153000"):
+        Drafter(config).attach(target)
+    target.config.vocab_size = 152576
+    path = checkpoint(tmp_path, target, vocab_size=152064)
+    save_file({"lm_head.weight": torch.zeros(1)}, path / "model.safetensors")  # refused before its shape is looked at
+    with pytest.raises(ValueError, match="a vocabulary of 152064, but the target's holds 152576"):
+        Drafter.from_pretrained(path, target=target)
+
+
 def test_a_drafter_for_this_target_is_loaded_and_attached(tmp_path):
     target = tiny_target("qwen3")
-    verifier = {"verifier": {"architectures": ["Qwen3ForCausalLM"]}}
+    verifier = {"verifier": {"architectures": ["Qwen3ForConditionalGeneration"]}}
     path = checkpoint(tmp_path / "drafter", target, speculators_config=verifier)
     with pytest.raises(FileNotFoundError, match="no .safetensors file"):
         Drafter.from_pretrained(path, target=target)

@@ -19,7 +19,15 @@ from .config import DrafterConfig
 from .fields import ConfigLike
 from .sampling import Sampling
 from .target import SharedModules
-from .weights import MASK_EMBEDDING, check_tensors, draft_ids, load_mask_embedding, mask_embedding_file, read_tensors
+from .weights import (
+    MASK_EMBEDDING,
+    check_tensors,
+    draft_ids,
+    load_mask_embedding,
+    mask_embedding_file,
+    read_tensors,
+    tensor_names,
+)
 
 
 class DraftAttention(nn.Module):
@@ -140,7 +148,9 @@ class Drafter(nn.Module):
         if target is not None:
             own_mask = mask_embedding_file(path) is not None
             described: Any = target.config if is_model else target
-            config.check_target(described, name=type(target).__name__ if is_model else None, own_mask=own_mask)
+            own_tables = bool({"embed_tokens.weight", "lm_head.weight"} & tensor_names(path))
+            name = type(target).__name__ if is_model else None
+            config.check_target(described, name=name, own_mask=own_mask, own_tables=own_tables)
         found = read_tensors(path)
         t2d = found.pop("t2d", None) if config.draft_vocab_size is not None else None
         with torch.device("meta"):
@@ -181,7 +191,10 @@ class Drafter(nn.Module):
         Raises `ValueError` for a drafter that was made for another target, naming both values.
         """
         c = self.config
-        c.check_target(target.config, name=type(target).__name__, own_mask=self.mask_embedding is not None)
+        c.check_target(
+            target.config, name=type(target).__name__, own_mask=self.mask_embedding is not None,
+            own_tables=self.embed_tokens is not None or self.lm_head is not None,
+        )  # fmt: skip
         shared = SharedModules.of(target)
         if self.embed_tokens is None:
             if shared.hidden_size != c.hidden_size:

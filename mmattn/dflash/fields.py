@@ -152,7 +152,7 @@ _NO_CHANGE = set(
     "_attn_implementation attn_implementation _commit_hash tokenizer_class prefix finetuning_task forced_bos_token_id "
     "forced_eos_token_id suppress_tokens begin_suppress_tokens tf_legacy_loss pretraining_tp mask_token max_anchors "
     "has_own_lm_head has_own_embed_tokens has_embed_tokens has_lm_head speculators_version "
-    "base_model_tp_plan base_model_pp_plan num_anchors loss_decay_gamma emb_dim".split()
+    "base_model_tp_plan base_model_pp_plan num_anchors loss_decay_gamma backbone_rotary_base emb_dim".split()
 )
 
 _reported: set[str] = set()

@@ -9,6 +9,8 @@ from ..mask import Mask
 from .fields import ConfigLike, count, flag, nested, read_fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+MAX_WINDOW_LAYERS = 28
+"""Of a config that does not say: that of transformers' `Qwen3Config`, as which engines read these files."""
 
 
 def resolve_layers(config: ConfigLike, *, sliding_causal: bool | None = None) -> list[Mask]:
@@ -112,11 +114,8 @@ def _listed(fields: Mapping[str, Any], layers: int) -> list[bool]:
             every = count(name, fields[name])
             return [bool((i + 1) % every) for i in range(layers)]
     if flag("use_sliding_window", fields.get("use_sliding_window")) and fields.get("sliding_window") is not None:
-        if fields.get("max_window_layers") is None:
-            raise ValueError(
-                "use_sliding_window is true, but neither layer_types nor max_window_layers says which layers slide"
-            )
-        first = count("max_window_layers", fields["max_window_layers"], 0)
+        name = "max_window_layers"
+        first = MAX_WINDOW_LAYERS if fields.get(name) is None else count(name, fields[name], 0)
         return [i >= first for i in range(layers)]
     return [False] * layers
 

@@ -149,16 +149,31 @@ def draft_ids(d2t: Tensor, vocabulary: int, t2d: Tensor | None = None) -> Tensor
     return ids
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint directory: the files of its index, else all of its `.safetensors` files."""
-    from safetensors.torch import load_file
-
+def _files(directory: Path) -> list[Path]:
+    """The files of a checkpoint's index, else all of its `.safetensors` files."""
     index = directory / INDEX
     if index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = sorted(f for f in directory.glob("*.safetensors") if f.name not in MASK_EMBEDDING)
+        return [directory / name for name in sorted(set(weight_map.values()))]
+    return sorted(f for f in directory.glob("*.safetensors") if f.name not in MASK_EMBEDDING)
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """Names of the tensors of a checkpoint directory, from the headers of its files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in _files(directory):
+        with safe_open(file, framework="pt") as reader:
+            names.update(reader.keys())
+    return names
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint directory."""
+    from safetensors.torch import load_file
+
+    files = _files(directory)
     if not files:
         raise FileNotFoundError(f"{directory} holds no .safetensors file")
     tensors: dict[str, Tensor] = {}
