@@ -47,6 +47,10 @@ VARIANTS = {
         ),
         [(8, False)] * 3,
     ),
+    "interleaved rotary": (
+        variant(is_causal=False, rope_is_neox_style=False, partial_rotary_factor=0.5),
+        [(8, False), (None, False), (8, False)],
+    ),
     "sinks, biases, narrow values, scaled input": (
         variant(
             dflash={"attention_sink_bias": True, "input_embedding_scale": 3.0},
@@ -93,9 +97,10 @@ def dense_hidden(drafter, pairs, context, bonus):
         out = x.clone()
         for j in range(rotated // 2):
             angle = positions.double() * c.raw["rope_theta"] ** (-2 * j / rotated)
-            a, b = x[..., j], x[..., j + rotated // 2]
+            first, second = (j, j + rotated // 2) if c.raw.get("rope_is_neox_style", True) else (2 * j, 2 * j + 1)
+            a, b = x[..., first], x[..., second]
             cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
-            out[..., j], out[..., j + rotated // 2] = a * cos - b * sin, b * cos + a * sin
+            out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
         return out
 
     context = rms(context @ w["fc.weight"].T, "hidden_norm.weight")
@@ -286,6 +291,23 @@ def test_cache_errors():
         drafter.new_cache(2, 8, kind="ring")
     with pytest.raises(ValueError, match="page_size must be >= 1, got 0"):
         drafter.new_cache(2, 8, page_size=0)
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_positions_past_the_longest_are_refused(kind):
+    drafter = make({**VARIANTS["hybrid, not causal"][0], "max_position_embeddings": 32})
+    with pytest.raises(ValueError, match="33 context rows .* positions end at 32"):
+        drafter.new_cache(1, 33, kind=kind)
+    with pytest.raises(ValueError, match="33 context rows .* positions end at 32"):
+        drafter.training_keys(torch.randn(1, 33, drafter.fc.in_features, dtype=torch.float64), [0], [1])
+    # Up to the last position: the rows of the block behind it stand where they would in a longer model.
+    cache, longer = drafter.new_cache(1, 32, kind=kind), make(VARIANTS["hybrid, not causal"][0])
+    other = longer.new_cache(1, 64, kind=kind)
+    hidden = torch.randn(1, 32, drafter.fc.in_features, dtype=torch.float64)
+    drafter.extend(hidden, [32], cache)
+    longer.extend(hidden, [32], other)
+    bonus = torch.tensor([3])
+    torch.testing.assert_close(drafter(drafter.embed(bonus), cache), longer(longer.embed(bonus), other))
 
 
 def test_a_cache_cuts_no_gradient_silently():

@@ -1,8 +1,11 @@
 """DFlash block-diffusion drafters: a checkpoint's configuration as `mmattn` masks, and a complete drafter."""
 
-from .config import DrafterConfig, mask_token_id, resolve_layers, target_hidden_ids
+from .config import DrafterConfig, mask_token_id, target_hidden_ids
 from .drafter import Drafter, GraphedDraft
-from .generate import Generation, HiddenTaps, generate
+from .generate import Generation, generate
+from .layers import resolve_layers
+from .sampling import Sampling
+from .target import HiddenTaps
 from .weights import load_mask_embedding, shard_sinks
 
 __all__ = [
@@ -11,6 +14,7 @@ __all__ = [
     "Generation",
     "GraphedDraft",
     "HiddenTaps",
+    "Sampling",
     "generate",
     "load_mask_embedding",
     "mask_token_id",

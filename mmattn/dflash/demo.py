@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .drafter import Drafter
-from .generate import Generation, HiddenTaps, generate
+from .generate import Generation, generate
+from .target import HiddenTaps
 
 VOCABULARY, HIDDEN, MASK_TOKEN, LAYERS = 64, 64, 63, 4
 PROMPT, BLOCK, WINDOW = 8, 5, 16
@@ -85,7 +86,8 @@ def target_outputs(target: Any, drafter: Drafter, prompts: Tensor, new_tokens: i
     tokens = target.generate(
         prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=new_tokens, pad_token_id=0
     )
-    with HiddenTaps(target, drafter.config.target_hidden_ids) as taps:
+    c = drafter.config
+    with HiddenTaps(target, c.target_hidden_ids, final_norm=c.target_final_norm) as taps:
         target(tokens, use_cache=False)
         return tokens, taps.read()
 

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 from ..attention import attention
 from ..plan import Plan
 from .cache import ContiguousCache, DraftCache, Keys, PagedCache, TrainingKeys
-from .config import ConfigLike, DrafterConfig
-from .weights import MASK_EMBEDDING, check_tensors, load_mask_embedding, read_tensors
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on the first `2 * cos.shape[-1]` dims of `[B, S, heads, D]`, in halves; the rest passes."""
-    half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+from .config import DrafterConfig
+from .fields import ConfigLike
+from .sampling import Sampling
+from .target import SharedModules
+from .weights import (
+    MASK_EMBEDDING,
+    check_tensors,
+    draft_ids,
+    load_mask_embedding,
+    mask_embedding_file,
+    read_tensors,
+    tensor_names,
+)
 
 
 class DraftAttention(nn.Module):
@@ -32,7 +36,7 @@ class DraftAttention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         c = config
-        self.heads, self.heads_kv, self.head_dim, self.value_scale = c.heads, c.heads_kv, c.head_dim, c.value_scale
+        self.heads, self.heads_kv, self.value_scale, self.rope = c.heads, c.heads_kv, c.value_scale, c.rope
         bias = c.attention_bias
         self.q_proj = nn.Linear(c.hidden_size, c.heads * c.head_dim, bias=bias)
         self.k_proj = nn.Linear(c.hidden_size, c.heads_kv * c.head_dim, bias=bias)
@@ -46,10 +50,10 @@ class DraftAttention(nn.Module):
         """K and V of rows `[B, S, hidden]`: `[B, S, Hkv, D]` and `[B, S, Hkv, Dv]`."""
         k = self.k_proj(x).unflatten(-1, (self.heads_kv, -1))
         v = self.v_proj(x).unflatten(-1, (self.heads_kv, -1))
-        return _rotate(self.k_norm(k), cos, sin), v if self.value_scale == 1 else v * self.value_scale
+        return self.rope.rotate(self.k_norm(k), cos, sin), v if self.value_scale == 1 else v * self.value_scale
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))), cos, sin)
+        return self.rope.rotate(self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, -1))), cos, sin)
 
 
 class DraftMLP(nn.Module):
@@ -83,7 +87,8 @@ class Drafter(nn.Module):
     Tensors have the published names: `fc`, `hidden_norm`, `layers.{i}.(input_layernorm, post_attention_layernorm,
     self_attn.(q_proj, k_proj, v_proj, o_proj, q_norm, k_norm[, attention_sink_bias]), mlp.(gate_proj, up_proj,
     down_proj))`, `norm`, and, in checkpoints that bring their own, `embed_tokens` and `lm_head`; else the target's
-    are used (`attach`).
+    are used (`attach`). A drafter for part of the vocabulary (`draft_vocab_size`) has `d2t` too: token `j` of its head is
+    token `j + d2t[j]` of the target.
 
     Args:
         config: what `DrafterConfig.read` takes.
@@ -97,43 +102,70 @@ class Drafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
         self.layers: Sequence[DraftLayer] = nn.ModuleList(DraftLayer(c) for _ in c.layers)  # type: ignore[assignment]
         self.norm = nn.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
-        vocabulary = c.raw.get("vocab_size", 0)
+        vocabulary = c.vocab_size or 0
         if (own_embedding or own_head) and not vocabulary:
             raise ValueError("the config lacks vocab_size, which embed_tokens and lm_head of the drafter need")
+        if c.draft_vocab_size is not None and not own_head:
+            raise ValueError(
+                f"draft_vocab_size {c.draft_vocab_size} is not vocab_size {vocabulary}, "
+                "so the drafter needs an lm_head of its own"
+            )
         self.embed_tokens = nn.Embedding(vocabulary, c.hidden_size) if own_embedding else None
-        self.lm_head = nn.Linear(c.hidden_size, vocabulary, bias=False) if own_head else None
+        head = c.draft_vocab_size or vocabulary
+        self.lm_head = nn.Linear(c.hidden_size, head, bias=False) if own_head else None
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None if c.draft_vocab_size is None else torch.zeros(head, dtype=torch.int64))
         self.mask_embedding: nn.Parameter | None = None
         """`[hidden]`, from a file or by training; None = the vocabulary row of the mask token."""
-        # In tuples, so that the target's modules do not become the drafter's.
-        self._embedding: tuple[Tensor, ...] = ()
-        self._head: tuple[nn.Linear, ...] = ()
+        # In a tuple, so that the target's modules do not become the drafter's.
+        self._target: tuple[SharedModules, ...] = ()
         # No buffer: `.to(bfloat16)` must not round the frequencies.
-        self._inv_freq = c.inv_freq
+        self._inv_freq = c.rope.inv_freq
 
     # Files
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> Drafter:
+        cls, path: str | Path, *, target: Any = None, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, sliding_causal: bool | None = None,
+        target_final_norm: bool | None = None,
+    ) -> Drafter:  # fmt: skip
         """Loads a checkpoint directory: `config.json`, safetensors files [and `mask_embedding.pt`].
 
         Strict: tensors that are missing, unknown or of a wrong shape raise one `ValueError` that lists them all.
-        `dtype` is that of the parameters; by default that of the checkpoint.
+
+        Args:
+            path: the directory.
+            target: the transformers model to attach to, or its config. A drafter for another target is refused before
+                any tensor is read.
+            dtype: of the parameters; by default that of the checkpoint.
+            device: of the parameters.
+            sliding_causal, target_final_norm: see `DrafterConfig.read`.
         """
         path = Path(path)
-        config = DrafterConfig.read(path)
+        config = DrafterConfig.read(path, sliding_causal=sliding_causal, target_final_norm=target_final_norm)
+        is_model = isinstance(target, nn.Module)
+        if target is not None:
+            own_mask = mask_embedding_file(path) is not None
+            described: Any = target.config if is_model else target
+            own_tables = bool({"embed_tokens.weight", "lm_head.weight"} & tensor_names(path))
+            name = type(target).__name__ if is_model else None
+            config.check_target(described, name=name, own_mask=own_mask, own_tables=own_tables)
         found = read_tensors(path)
+        t2d = found.pop("t2d", None) if config.draft_vocab_size is not None else None
         with torch.device("meta"):
             drafter = cls(config, own_embedding="embed_tokens.weight" in found, own_head="lm_head.weight" in found)
         check_tensors(path, found, drafter.state_dict())
+        if drafter.d2t is not None:
+            draft_ids(found["d2t"], config.vocab_size or 0, t2d)
         drafter.load_state_dict(found, assign=True)
         mask = load_mask_embedding(path, mask_token_id=config.mask_token_id, hidden_size=config.hidden_size)
         if mask is not None:
             drafter.mask_embedding = nn.Parameter(mask)
         if dtype is None:
-            dtype = next(iter(found.values())).dtype
-        return drafter.to(device=device, dtype=dtype)
+            dtype = drafter.fc.weight.dtype
+        drafter = drafter.to(device=device, dtype=dtype)
+        return drafter.attach(target) if is_model else drafter
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes what `from_pretrained` reads."""
@@ -153,73 +185,97 @@ class Drafter(nn.Module):
     def attach(self, target: Any) -> Drafter:
         """Checks the drafter against a transformers causal LM and takes its embedding and head where it has none.
 
-        Raises `ValueError` for a target without the layers that the drafter reads, or of another hidden size.
+        The embedding is used as the target uses it, with the scale that Gemma's modules put on their rows, the head with
+        the target's `final_logit_softcapping` unless the drafter's config says its own.
+
+        Raises `ValueError` for a drafter that was made for another target, naming both values.
         """
-        c, text = self.config, target.config.get_text_config()
-        if max(c.target_hidden_ids) > text.num_hidden_layers:
-            raise ValueError(
-                f"the drafter reads the target's hidden state {max(c.target_hidden_ids)} (after that many layers), "
-                f"but the target has {text.num_hidden_layers} layers"
-            )
-        known = c.raw.get("num_target_layers")
-        if known is not None and known != text.num_hidden_layers:
-            raise ValueError(f"num_target_layers is {known}, but the target has {text.num_hidden_layers} layers")
-        if text.hidden_size != c.target_hidden_size:
-            raise ValueError(
-                f"the drafter was made for targets of hidden size {c.target_hidden_size}, "
-                f"but the target's is {text.hidden_size}"
-            )
+        c = self.config
+        c.check_target(
+            target.config, name=type(target).__name__, own_mask=self.mask_embedding is not None,
+            own_tables=self.embed_tokens is not None or self.lm_head is not None,
+        )  # fmt: skip
+        shared = SharedModules.of(target)
         if self.embed_tokens is None:
-            table = target.get_input_embeddings().weight
-            if table.shape[1] != c.hidden_size:
+            if shared.hidden_size != c.hidden_size:
                 raise ValueError(
                     f"the drafter has hidden size {c.hidden_size} and no embedding of its own, "
-                    f"but the target's embedding has {table.shape[1]}"
+                    f"but the target's embedding has {shared.hidden_size}"
                 )
-            if self.mask_embedding is None and c.mask_token_id >= table.shape[0]:
-                raise ValueError(
-                    f"mask_token_id {c.mask_token_id} is outside the target's vocabulary of {table.shape[0]}, "
-                    "and there is no mask embedding"
-                )
-            self._embedding = (table,)
-        if self.lm_head is None:
-            self._head = (target.get_output_embeddings(),)
+            shared.check_scale(c.input_embedding_scale)
+        elif c.input_embedding_scale is None and shared.embedding_scale != 1:
+            raise ValueError(
+                f"the drafter brings its own embedding, but {type(target).__name__} scales its rows by "
+                f"{shared.embedding_scale:g}; say input_embedding_scale in the drafter's config (1 = not scaled)"
+            )
+        if self.lm_head is None and not self._head_is_embedding:
+            shared.check_head(c.hidden_size)
+        self._target = (shared,)
         return self
 
-    def _table(self) -> Tensor:
-        if self.embed_tokens is not None:
-            return self.embed_tokens.weight
-        if not self._embedding:
-            raise ValueError("the drafter has no embedding yet; call attach(target)")
-        return self._embedding[0]
+    @property
+    def _head_is_embedding(self) -> bool:
+        return self.embed_tokens is not None and self.lm_head is None and self.config.tied_head
+
+    def _shared(self, what: str) -> SharedModules:
+        if not self._target:
+            raise ValueError(f"the drafter has no {what} yet; call attach(target)")
+        return self._target[0]
 
     def embed(self, bonus: Tensor, draft_tokens: int | None = None) -> Tensor:
         """The block of each sequence: `bonus` `[B]` and N mask tokens, `[B, 1 + N, hidden]`."""
-        c, table = self.config, self._table()
-        mask: Tensor = table[c.mask_token_id] if self.mask_embedding is None else self.mask_embedding
+        c = self.config
         n = c.draft_tokens if draft_tokens is None else draft_tokens
-        # The target may emit the mask token itself; its row of the vocabulary is as untrained there.
-        first = torch.where((bonus == c.mask_token_id)[:, None], mask, F.embedding(bonus, table))
-        block = torch.cat([first[:, None], mask.expand(bonus.shape[0], n, -1)], dim=1)
-        return (block * c.input_embedding_scale).to(self.fc.weight.dtype)
+        ids = torch.nn.functional.pad(bonus[:, None], (0, n), value=c.mask_token_id)
+        rows = self.embed_tokens if self.embed_tokens is not None else self._shared("embedding").embed
+        if self.mask_embedding is None:
+            block = rows(ids)
+        else:
+            # The target may emit the mask token itself; its row of the vocabulary is as untrained there, or missing.
+            masked = ids == c.mask_token_id
+            block = torch.where(masked[..., None], self.mask_embedding, rows(ids.masked_fill(masked, 0)))
+        scale = c.input_embedding_scale
+        return (block if scale is None else block * scale).to(self.fc.weight.dtype)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        """Scores over the drafter's vocabulary, which is the target's or a part of it."""
+        c, softcap = self.config, self.config.final_logit_softcapping
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        elif self._head_is_embedding:
+            assert self.embed_tokens is not None
+            logits = F.linear(hidden.to(self.embed_tokens.weight.dtype), self.embed_tokens.weight)
+        else:
+            shared = self._shared("head")
+            logits = shared.scores(hidden)
+            softcap = shared.softcap if softcap is None else softcap
+        logits = logits * c.output_multiplier
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary of draft hidden states `[..., hidden]`."""
-        if self.lm_head is None and not self._head:
-            raise ValueError("the drafter has no head yet; call attach(target)")
-        c, head = self.config, self.lm_head if self.lm_head is not None else self._head[0]
-        logits = head(hidden.to(head.weight.dtype)) * c.output_multiplier
-        if c.final_logit_softcapping is not None:
-            logits = c.final_logit_softcapping * torch.tanh(logits / c.final_logit_softcapping)
-        return logits
+        """Scores over the target's vocabulary of draft hidden states `[..., hidden]`; -inf at tokens never drafted."""
+        logits = self._scores(hidden)
+        if self.d2t is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size or 0), -torch.inf)
+        return whole.index_copy_(-1, self._draft_ids(), logits)
+
+    def _draft_ids(self) -> Tensor:
+        assert self.d2t is not None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     # Context and drafts
 
     def new_cache(
         self, batch_size: int, capacity: int, *, kind: str = "paged", page_size: int = 16, lookahead: int | None = None
     ) -> DraftCache:
-        """An empty cache for `capacity` context rows per sequence, `kind` "paged" or "contiguous"."""
+        """An empty cache for `capacity` context rows per sequence, `kind` "paged" or "contiguous".
+
+        Raises `ValueError` for a capacity past the positions that the drafter's RoPE is made for. (The rows of a block
+        behind the last of them take the positions that follow; the tokens they draft have no room in the cache.)
+        """
         c, weight = self.config, self.fc.weight
+        self._check_positions(capacity)
         if kind not in ("paged", "contiguous"):
             raise ValueError(f"cache kind must be 'paged' or 'contiguous', got {kind!r}")
         sizes: dict[str, Any] = dict(
@@ -232,16 +288,19 @@ class Drafter(nn.Module):
             else ContiguousCache(c.layers, **sizes)
         )
 
+    def _check_positions(self, rows: int) -> None:
+        most = self.config.rope.max_positions
+        if rows > most:
+            raise ValueError(
+                f"{rows} context rows were asked for, but the drafter's positions end at {most} "
+                "(max_position_embeddings, and what rope_scaling makes of it)"
+            )
+
     def _cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[B, S, 1, rotary_dim / 2]` for absolute positions; those past the longest trained one stay at it."""
+        """`[B, S, 1, rotary_dim / 2]` for absolute positions `[B, S]`."""
         if self._inv_freq.device != positions.device:
             self._inv_freq = self._inv_freq.to(positions.device)
-        compute = torch.promote_types(dtype, torch.float32)
-        angle = positions.clamp(max=self.config.max_position_embeddings - 1).to(compute)[
-            ..., None, None
-        ] * self._inv_freq.to(compute)
-        factor = self.config.rotary_factor
-        return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+        return self.config.rope.cos_sin(positions, self._inv_freq, dtype)
 
     def context(self, hidden: Tensor) -> Tensor:
         """Context rows `[B, S, hidden]` of the target's hidden states, `[B, S, layers x target hidden]`."""
@@ -300,10 +359,22 @@ class Drafter(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The N most likely tokens after `bonus` `[B]`, `[B, N]`. Leaves the context as it is; reads nothing back."""
         hidden = self(self.embed(bonus, draft_tokens), cache, causal=causal, backend=backend)
-        return self.logits(hidden[:, 1:]).argmax(-1)
+        tokens = self._scores(hidden[:, 1:]).argmax(-1)
+        return tokens if self.d2t is None else self._draft_ids()[tokens]
+
+    @torch.no_grad()
+    def sample(
+        self, bonus: Tensor, cache: DraftCache, sampling: Sampling, *, draft_tokens: int | None = None,
+        backend: str = "auto",
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """N tokens after `bonus`, drawn, `[B, N]`, and the probabilities they were drawn by, `[B, N, vocabulary]`."""
+        hidden = self(self.embed(bonus, draft_tokens), cache, backend=backend)
+        probabilities = sampling.probabilities(self.logits(hidden[:, 1:]))
+        return sampling.draw(probabilities), probabilities
 
     def training_keys(self, hidden: Tensor, sequences: Sequence[int], anchors: Sequence[int]) -> TrainingKeys:
         """Differentiable keys for blocks at `anchors` of whole `sequences`; `hidden` as in `extend`, from row 0."""
+        self._check_positions(hidden.shape[1])
         x = self.context(hidden)
         cos, sin = self._cos_sin(torch.arange(x.shape[1], device=x.device)[None], x.dtype)
         context = [layer.self_attn.keys(x, cos, sin) for layer in self.layers]

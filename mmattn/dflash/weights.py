@@ -37,7 +37,7 @@ def load_mask_embedding(
         ValueError: wrong shape, mismatched id (both values are named), or not a mask embedding.
         FileNotFoundError: the directory does not exist.
     """
-    file = _mask_embedding_file(Path(path))
+    file = mask_embedding_file(Path(path))
     if file is None:
         if vocabulary is None:
             return None
@@ -65,7 +65,8 @@ def load_mask_embedding(
     return embedding.reshape(-1)
 
 
-def _mask_embedding_file(path: Path) -> Path | None:
+def mask_embedding_file(path: Path) -> Path | None:
+    """The file of a mask embedding: `path` itself, or the one in the directory `path`; None where there is none."""
     if path.suffix in (".pt", ".safetensors"):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"no such directory: {path.parent}")
@@ -124,16 +125,55 @@ def shard_sinks(sinks: Tensor, rank: int, world: int) -> Tensor:
     return sinks[rank * size : (rank + 1) * size]
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint directory: the files of its index, else all of its `.safetensors` files."""
-    from safetensors.torch import load_file
+def draft_ids(d2t: Tensor, vocabulary: int, t2d: Tensor | None = None) -> Tensor:
+    """The target's token of each token of a drafter for part of the vocabulary: `j + d2t[j]`, `[draft vocabulary]`.
 
+    Raises `ValueError` for integers outside the vocabulary, tokens that two drafted ones map to, and a `t2d` (bool
+    `[vocabulary]`, which tokens are drafted at all) that says otherwise.
+    """
+    if d2t.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"d2t must hold integers, got {d2t.dtype}")
+    ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise ValueError(f"d2t maps to tokens {low}..{high}, but the target's vocabulary holds {vocabulary}")
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"d2t maps {len(ids)} drafted tokens to {len(ids.unique())} tokens of the target only")
+    if t2d is not None:
+        drafted = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+        if t2d.shape != (vocabulary,) or not torch.equal(t2d.cpu().bool(), drafted):
+            raise ValueError(
+                f"t2d {list(t2d.shape)} says that {int(t2d.sum())} tokens are drafted, "
+                f"d2t {list(d2t.shape)} maps to {len(ids)} others of a vocabulary of {vocabulary}"
+            )
+    return ids
+
+
+def _files(directory: Path) -> list[Path]:
+    """The files of a checkpoint's index, else all of its `.safetensors` files."""
     index = directory / INDEX
     if index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
-        files = [directory / name for name in sorted(set(weight_map.values()))]
-    else:
-        files = sorted(f for f in directory.glob("*.safetensors") if f.name not in MASK_EMBEDDING)
+        return [directory / name for name in sorted(set(weight_map.values()))]
+    return sorted(f for f in directory.glob("*.safetensors") if f.name not in MASK_EMBEDDING)
+
+
+def tensor_names(directory: Path) -> set[str]:
+    """Names of the tensors of a checkpoint directory, from the headers of its files."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in _files(directory):
+        with safe_open(file, framework="pt") as reader:
+            names.update(reader.keys())
+    return names
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint directory."""
+    from safetensors.torch import load_file
+
+    files = _files(directory)
     if not files:
         raise FileNotFoundError(f"{directory} holds no .safetensors file")
     tensors: dict[str, Tensor] = {}
