@@ -15,6 +15,7 @@ from torch import Tensor
 from . import torch_backend
 from .batch import Batch, Call, current, debugging
 from .checks import check, facts_of, kind_of, options_of
+from .columns import Columns
 from .cute import support as cute_support
 from .mask import Mask
 from .plan import Grads, Lowering, Options, Plan, Settle, TileTable, TorchLowering, Write
@@ -237,3 +238,6 @@ class GivenRows:
 
     def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
         return lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)
+
+    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
+        return lowering(rows.device.type).column_table(rows, batch, slots)

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import dispatch
 from .batch import Batch, Call, spans_from_lists
 from .checks import check, facts_of, options_of
+from .columns import Columns
 from .mask import Mask, MaskError
 from .plan import Lowering, Options, Plan, TileTable
 
@@ -85,6 +86,9 @@ class OperatorLowering:
 
     def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
         return dispatch.lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)
+
+    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
+        return dispatch.lowering(rows.device.type).column_table(rows, batch, slots)
 
 
 def lowered(mask: Mask, batch: Batch) -> Plan:

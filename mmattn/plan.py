@@ -1,9 +1,10 @@
 """Lowering: Mask x Batch -> Plan. A plan is all that a kernel knows of a mask.
 
 * `rows`: the key interval of every query row,
-* `tiles(...)`: for every query tile the key blocks it touches and the run of them that needs no masking.
+* `tiles(...)`: for every query tile the key blocks it touches and the run of them that needs no masking,
+* `columns(...)` and `column_tiles(...)`: the same two with rows and keys in each other's place, for gradients of keys.
 
-`TorchLowering` computes both on any device. `triton/bounds.py` has the same two steps as device kernels.
+`TorchLowering` computes both on any device. `triton/bounds.py` has the same steps as device kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch, debugging
+from .columns import Columns, column_table, key_batch
 from .mask import Mask
 
 NO_SPAN = -1
@@ -110,6 +112,8 @@ class Lowering(Protocol):
 
     def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable: ...
 
+    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns: ...
+
 
 @dataclass(eq=False)
 class Plan:
@@ -132,6 +136,8 @@ class Plan:
     debug: bool = field(init=False, repr=False)
     """Whether every call is to be checked, also on the device: `MMATTN_DEBUG` when the plan was made."""
     _tiles: dict[tuple[int, int, int], TileTable] = field(init=False, repr=False, default_factory=dict)
+    _columns: dict[int, Columns] = field(init=False, repr=False, default_factory=dict)
+    _column_tiles: dict[tuple[int, int, int], TileTable] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.batch.check_mask(self.mask)
@@ -143,6 +149,7 @@ class Plan:
         """This plan with other row intervals, int32 `[total_q, 2]`; nothing that came from the old ones is kept."""
         other = copy.copy(self)
         other.rows, other._tiles, other.forwards, other.key = rows, {}, {}, plan_key(rows)
+        other._columns, other._column_tiles = {}, {}
         return other
 
     def remember(self, kind: Hashable, forward: Any, options: Options) -> None:
@@ -162,6 +169,26 @@ class Plan:
         table = self._tiles.get(key)
         if table is None:
             table = self._tiles[key] = self.lowering.tile_table(self.rows, self.batch, *key)
+        return table
+
+    def columns(self, slots: int) -> Columns:
+        """Which rows see each key slot, computed at the first request; `slots` is `k.shape[-3]`, keys are not paged."""
+        table = self._columns.get(slots)
+        if table is None:
+            table = self._columns[slots] = self.lowering.column_table(self.rows, self.batch, slots)
+        return table
+
+    def column_tiles(self, slots: int, tile_n: int, tile_m: int) -> TileTable:
+        """For every tile of `tile_n` keys the blocks of `tile_m` rows that see some and all of it.
+
+        `TileTable` with keys as rows: `index` holds (sequence, number of the key tile), where sequence `batch_size` holds
+        the slots past `cu_seqlens_k[-1]`. The run of full blocks holds only where `Columns.of_sequences` says so.
+        """
+        key = (slots, tile_n, tile_m)
+        table = self._column_tiles.get(key)
+        if table is None:
+            keys, columns = key_batch(self.batch, slots), self.columns(slots)
+            table = self._column_tiles[key] = self.lowering.tile_table(columns.rows, keys, tile_n, 1, tile_m)
         return table
 
 
@@ -184,7 +211,7 @@ def tile_slots(batch: Batch, tile_m: int, group: int) -> int:
 
 
 class TorchLowering:
-    """Row intervals and tile tables with torch operators, on any device, without reading it back."""
+    """Row intervals, columns and tile tables with torch operators, on any device, without reading it back."""
 
     def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
         if batch.batch_size == 0 or batch.total_q == 0:
@@ -250,6 +277,9 @@ class TorchLowering:
         ranges = block_ranges(lo, hi, present, tile_n)
         index = torch.stack([torch.where(used, seq, -1), torch.where(used, m, 0)], dim=1)
         return TileTable(ranges.to(torch.int32), index.to(torch.int32), starts.to(torch.int32))
+
+    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
+        return column_table(rows, batch, slots)
 
 
 def block_ranges(lo: Tensor, hi: Tensor, present: Tensor, tile_n: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The lowering as device kernels: row intervals and tile tables in one launch each, without reading the device.
+"""The lowering as device kernels: row intervals and tile tables in one launch each, columns in two, without reading the device.
 
 Grids come from host sizes alone and lengths are read on the device, so both can be captured in a CUDA graph.
 """
@@ -14,12 +14,15 @@ from torch import Tensor
 
 from .. import mask as mask_module
 from ..batch import Batch, current
+from ..columns import Columns, key_batch
 from ..mask import Mask
 from ..plan import TileTable, tile_slots
 
 ROWS = 128
 SPANS = 256
 SPANS_AT_ONCE = 32
+COLUMNS = 128
+ORDER_ROWS = 4096
 
 
 @triton.jit
@@ -197,6 +200,82 @@ def _tile_kernel(
     tl.store(index + slot * 2 + 1, tl.where(used, m, 0))
 
 
+@triton.jit(do_not_specialize=["batch_size", "total_q", "seqlen_q"])
+def _order_kernel(rows, of_sequences, cu_seqlens_q, batch_size, total_q, seqlen_q, R: tl.constexpr):
+    """One program per sequence: its entry of `Columns.of_sequences`."""
+    seq = tl.program_id(0)
+    row0, length = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
+    FAR: tl.constexpr = 2147483647
+    first = row0 * 0 + FAR
+    end = row0 * 0
+    found = row0 * 0
+    falls = row0 * 0
+    for i0 in range(0, length, R):
+        i = i0 + tl.arange(0, R)
+        at = rows + (row0 + i).to(tl.int64) * 2
+        lo = tl.load(at, mask=i < length, other=0)
+        hi = tl.load(at + 1, mask=i < length, other=0)
+        lo_before = tl.load(at - 2, mask=(i > 0) & (i < length), other=0)
+        hi_before = tl.load(at - 1, mask=(i > 0) & (i < length), other=0)
+        seeing = lo < hi
+        both = seeing & (lo_before < hi_before)
+        falls += tl.sum((both & ((lo < lo_before) | (hi < hi_before))).to(tl.int32), 0)
+        found += tl.sum(seeing.to(tl.int32), 0)
+        first = tl.minimum(first, tl.min(tl.where(seeing, i, FAR), 0))
+        end = tl.maximum(end, tl.max(tl.where(seeing, i + 1, 0), 0))
+    first = tl.minimum(first, end)
+    tl.store(of_sequences + seq * 3, first)
+    tl.store(of_sequences + seq * 3 + 1, end)
+    tl.store(of_sequences + seq * 3 + 2, ((falls == 0) & (found == end - first)).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["batch_size", "total_q", "seqlen_q", "total_k", "slots", "steps"])
+def _column_kernel(
+    columns, rows, of_sequences, cu_seqlens_q, cu_seqlens_k, batch_size, total_q, seqlen_q, total_k, slots, steps,
+    PACKED: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Searches the rows of a sequence in order for each of `C` keys; looks at all of them where they are in no order."""
+    seq, n, key0, keys = _find_tile(tl.program_id(0), cu_seqlens_k, batch_size, total_k, slots, C, 1, PACKED)
+    j = n * C + tl.arange(0, C)
+    if n * C >= keys:
+        return
+    first = tl.zeros([C], tl.int32)
+    end = tl.zeros([C], tl.int32)
+    if seq < batch_size:
+        row0, _ = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
+        begin = tl.load(of_sequences + seq * 3)
+        stop = tl.load(of_sequences + seq * 3 + 1)
+        at = rows + row0.to(tl.int64) * 2
+        if tl.load(of_sequences + seq * 3 + 2) != 0:
+            # The first row that ends behind the key, and the first that begins behind it.
+            first += begin
+            end += begin
+            first_high = first * 0 + stop
+            end_high = first_high
+            for _ in range(0, steps):
+                middle = (first + first_high) // 2
+                behind = tl.load(at + middle * 2 + 1, mask=first < first_high, other=0) > j
+                first_high = tl.where(behind, middle, first_high)
+                first = tl.where(behind | (first >= first_high), first, middle + 1)
+                middle = (end + end_high) // 2
+                behind = tl.load(at + middle * 2, mask=end < end_high, other=0) > j
+                end_high = tl.where(behind, middle, end_high)
+                end = tl.where(behind | (end >= end_high), end, middle + 1)
+        else:
+            first += 2147483647
+            for i0 in range(begin, stop, R):
+                i = i0 + tl.arange(0, R)
+                lo = tl.load(at + i * 2, mask=i < stop, other=0)
+                hi = tl.load(at + i * 2 + 1, mask=i < stop, other=0)
+                seen = (lo[:, None] <= j[None, :]) & (j[None, :] < hi[:, None])
+                first = tl.minimum(first, tl.min(tl.where(seen, i[:, None], 2147483647), 0))
+                end = tl.maximum(end, tl.max(tl.where(seen, i[:, None] + 1, 0), 0))
+    nobody = first >= end
+    out = columns + (key0 + j).to(tl.int64) * 2
+    tl.store(out, tl.where(nobody, 0, first), mask=j < keys)
+    tl.store(out + 1, tl.where(nobody, 0, end), mask=j < keys)
+
+
 class DeviceLowering:
     """`plan.Lowering` with the kernels above."""
 
@@ -229,3 +308,20 @@ class DeviceLowering:
                     PACKED=batch.packed_q, TILE_M=tile_m, GROUP=group, TILE_N=tile_n, P=positions,
                 )  # fmt: skip
         return table
+
+    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
+        keys = key_batch(batch, slots)
+        columns = Columns(rows.new_empty(keys.total_q, 2), rows.new_empty(batch.batch_size, 3))
+        where = (batch.batch_size, batch.total_q, batch.seqlen_q or 0)
+        with current(batch.device):
+            if batch.batch_size:
+                _order_kernel[(batch.batch_size,)](
+                    rows, columns.of_sequences, batch.cu_seqlens_q, *where, R=ORDER_ROWS, num_warps=8
+                )
+            if keys.total_q:
+                _column_kernel[(tile_slots(keys, COLUMNS, 1),)](
+                    columns.rows, rows, columns.of_sequences, batch.cu_seqlens_q, batch.cu_seqlens_k, *where,
+                    keys.total_q, slots, batch.max_seqlen_q.bit_length() + 1,
+                    PACKED=batch.cu_seqlens_k is not None, C=COLUMNS, R=32,
+                )  # fmt: skip
+        return columns
