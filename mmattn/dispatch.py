@@ -104,7 +104,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         "triton", triton_support.why_not, lambda call: _kernel(".triton.forward"),
-        triton_support.why_no_gradients, _no_kernel,
+        triton_support.why_no_gradients, lambda call: import_module(".triton.backward", __package__).backward,
     ),
     Backend(
         "torch", torch_backend.why_not, lambda call: lambda: torch_backend.forward,

@@ -68,6 +68,48 @@ _SMALL: _Table = {
 }
 
 
+class BackwardTiles(NamedTuple):
+    """Of the two kernels of the backward: that of dK and dV, whose programs own `tile_n` keys and walk blocks of `tile_m` rows, and
+    that of dQ, whose programs own `tile_m` packed rows and walk blocks of `tile_n` keys."""
+
+    keys: Tile
+    queries: Tile
+
+
+# Shared memory holds K and V (Q and dout) of the tile and `stages - 1` blocks of the other two; accumulators take the registers.
+_BACKWARD: dict[str, dict[tuple[int, int], BackwardTiles]] = {
+    "sm90": {
+        (64, 2): BackwardTiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        (128, 2): BackwardTiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+        (256, 2): BackwardTiles(Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+        (64, 4): BackwardTiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (128, 4): BackwardTiles(Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)),
+        (256, 4): BackwardTiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+    },
+    "sm80": {
+        (64, 2): BackwardTiles(Tile(32, 128, 8, 2), Tile(128, 32, 8, 2)),
+        (128, 2): BackwardTiles(Tile(32, 64, 8, 2), Tile(64, 32, 4, 2)),
+        (256, 2): BackwardTiles(Tile(16, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (64, 4): BackwardTiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+        (128, 4): BackwardTiles(Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)),
+        (256, 4): BackwardTiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+    "small": {
+        (64, 2): BackwardTiles(Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)),
+        (128, 2): BackwardTiles(Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        (256, 2): BackwardTiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        (64, 4): BackwardTiles(Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+        (128, 4): BackwardTiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        (256, 4): BackwardTiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    },
+}  # fmt: skip
+
+
+def choose_backward_tiles(arch: str, head_dim: int, element_bytes: int) -> BackwardTiles:
+    """The tiles for the larger of the two head dims, at most 256."""
+    return _entry(_BACKWARD[arch], head_dim, element_bytes)
+
+
 def architecture(device: torch.device) -> str:
     """The table's key for a device: "sm90", "sm80", "small"."""
     found = capability(device)

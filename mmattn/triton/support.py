@@ -12,6 +12,7 @@ import torch
 from ..batch import Call
 
 MAX_HEAD_DIM = 512
+MAX_GRADIENT_HEAD_DIM = 256
 
 
 def interpreting() -> bool:
@@ -62,5 +63,15 @@ def why_not(call: Call) -> list[str]:
 
 
 def why_no_gradients(call: Call) -> list[str]:
-    """Every reason why this backend has no gradients for `call`."""
-    return ["no backward yet, and an input requires grad (use torch.no_grad() for inference)"]
+    """Every reason why this backend has no gradients for `call`, beside those of `why_not`."""
+    reasons = []
+    if call.page_size is not None:
+        reasons.append("gradients of paged keys are not supported; give k and v packed or batched")
+    if call.kv_dtype is not call.dtype:
+        reasons.append("gradients of float8 keys and values are not supported; give k and v in q's dtype")
+    if call.scales:
+        reasons.append("gradients with k_scale or v_scale are not supported; multiply k and v by them before the call")
+    if max(call.head_dim, call.head_dim_v) > MAX_GRADIENT_HEAD_DIM:
+        dims = f"{call.head_dim}/{call.head_dim_v}"
+        reasons.append(f"head dims {dims} exceed {MAX_GRADIENT_HEAD_DIM}, the largest with gradients")
+    return reasons
