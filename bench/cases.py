@@ -312,6 +312,31 @@ def _w13(name: str, pick: Pick) -> Case:
     return _gemma4_sliding(name, f"Gemma 4 sliding layer, {title}", mix, pick, 16)
 
 
+TRAINING = ("T1", "T2", "T3", "T4")
+"""Cases that `bench.backward` trains on."""
+
+
+@_case(*TRAINING)
+def _t(name: str, pick: Pick) -> Case:
+    """What fine-tuning runs: forward and backward, see `bench.backward`."""
+    if name == "T1":
+        return replace(_w1("W1", pick), name=name)
+    if name == "T2":
+        return replace(_w3("W3", pick), name=name)
+    if name == "T3":
+        length = pick(4096, 96)
+        documents = [Sequence(length, length, images(length, every=pick(512, 64), size=pick(280, 35)))] * pick(8, 3)
+        packed = [*documents[:-1], Sequence(length - pick(96, 5), length - pick(96, 5), documents[0].spans[:-1])]
+        mask = Mask.sliding_window(pick(1024, 48))
+        return _gemma3(name, "Gemma 3 sliding layer, 8 packed documents of 4k with images", mask, packed)
+    length = pick(32768, 256)
+    return Case(
+        name, "gpt-oss sliding layer, 32k, window 128, sinks",
+        "openai/gpt-oss-20b config.json: 64/8 heads of 64, sliding layers with window 128, sinks on all layers",
+        64, 8, 64, 64, Mask.sliding_window(pick(128, 8)), (Sequence(length, length),), sinks=True,
+    )  # fmt: skip
+
+
 SWEEP_LENGTHS = tuple(1024 * 2**i for i in range(9))
 """1k to 256k."""
 

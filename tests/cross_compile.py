@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mmattn import Mask, plan
 from mmattn.batch import Batch
 from mmattn.plan import Options
-from mmattn.triton import bounds, config, decode, forward
+from mmattn.triton import backward, bounds, config, decode, forward
 from mmattn.triton.config import Tile
 
 KIB = 1024
@@ -54,7 +54,7 @@ def recording(table: str, capability: int) -> Iterator[list[Launch]]:
     """Every launch of the package's kernels is noted, with tiles from this table, for this NVIDIA GPU (0: another)."""
     launches: list[Launch] = []
     kept = []
-    for module in (bounds, forward, decode):
+    for module in (bounds, forward, backward, decode):
         for name, value in vars(module).copy().items():
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 kept.append((module, name, value))
@@ -63,7 +63,9 @@ def recording(table: str, capability: int) -> Iterator[list[Launch]]:
             if hasattr(module, name):
                 kept.append((module, name, getattr(module, name)))
                 setattr(module, name, lambda device, value=value: value)
-    caches = [f for module in (forward, decode, config) for f in vars(module).values() if hasattr(f, "cache_clear")]
+    caches = [
+        f for module in (forward, backward, decode, config) for f in vars(module).values() if hasattr(f, "cache_clear")
+    ]
     for cached in caches:
         cached.cache_clear()
     try:
@@ -118,6 +120,7 @@ def usage(done: Any, target: GPUTarget) -> dict[str, int]:
     threads = 32 * done.metadata.num_warps
     return dict(
         registers=registers,
+        spilled=int(re.findall(r"STACK:(\d+)", told)[0]),
         held=min(64 * KIB // (-(-registers // 8) * 8 * threads), 228 * KIB // (done.metadata.shared + KIB)),
     )
 
@@ -181,6 +184,31 @@ def decode_launches(
     return forward._short_tile(q, k, v, rows * 4, window or 131072, paged)
 
 
+def backward_launches(
+    d: int, dv: int, dtype: torch.dtype = torch.bfloat16, softcap: bool = False, sinks: bool = False, strided: bool = False,
+    group: int = 4, tiles: config.BackwardTiles | None = None,
+) -> None:  # fmt: skip
+    """A backward over two sequences, on tensors without memory."""
+    rows = torch.tensor([0, 256, 512], dtype=torch.int32)
+    heads = 2 * group
+    if strided:
+        q, out = (torch.empty(2, heads, 256, n, dtype=dtype, device=META).transpose(1, 2) for n in (d, dv))
+        k, v = (torch.empty(2, 2, 1024, n, dtype=dtype, device=META).transpose(1, 2) for n in (d, dv))
+        lse, args = torch.empty(2, heads, 256, device=META), {}
+    else:
+        q, out = (torch.empty(512, heads, n, dtype=dtype, device=META) for n in (d, dv))
+        k, v = (torch.empty(2048, 2, n, dtype=dtype, device=META) for n in (d, dv))
+        lse = torch.empty(heads, 512, device=META)
+        args = dict(cu_seqlens_q=rows, cu_seqlens_k=rows * 4, max_seqlen_q=256)
+    the_plan = plan(
+        Mask.sliding_window(256), q=torch.empty((*q.shape[:-2], 1, 1)), k=torch.empty(k.shape, device=META), **args
+    )
+    options = Options(d**-0.5, 30.0 if softcap else None, torch.empty(heads, device=META) if sinks else None)
+    into = dict(dq=q, dk=k, dv=v, dsinks=options.sinks)
+    call = (q, k, v, the_plan, out, lse, out, lse if sinks else None)
+    backward.settle_backward(*call, options=options, tiles=tiles, **into)(*call, options=options, **into)
+
+
 def bounds_launches(packed: bool) -> None:
     lens = torch.tensor([0, 40, 100], dtype=torch.int32)
     each = torch.tensor([40, 60], dtype=torch.int32)
@@ -196,6 +224,7 @@ def bounds_launches(packed: bool) -> None:
         rows = lowering.row_intervals(mask, batch)
     lowering.tile_table(rows, batch, 128, 4, 64)
     lowering.tile_table(rows, batch, 64, 3, 32)
+    lowering.column_table(rows, batch, 100)
 
 
 # What is compiled for every target. Head dims: each row of the tile tables and the ones with a tail.
@@ -215,6 +244,13 @@ ONLY: dict[str, list[dict[str, Any]]] = {
     "gfx942": [dict(d=256, dv=256, dtype=torch.float32),
                dict(d=128, dv=128, rows=2, page=16, num_splits=4, keys_dtype=torch.float8_e5m2)],
 }  # fmt: skip
+
+
+BACKWARD: list[dict[str, Any]] = [
+    dict(d=64, dv=64, sinks=True), dict(d=128, dv=128), dict(d=128, dv=128, strided=True, softcap=True), dict(d=256, dv=256),
+    dict(d=72, dv=72, group=1), dict(d=192, dv=128, group=3), dict(d=64, dv=64, dtype=torch.float32),
+    dict(d=128, dv=128, dtype=torch.float32), dict(d=256, dv=256, dtype=torch.float32),
+]  # fmt: skip
 
 
 # (head dim of K, of V, dtype of the keys, rows, whether there are pages, window)
@@ -240,6 +276,7 @@ def main(names: list[str]) -> None:
             for each in DECODE
             if name == "sm_90" or (target.backend == "cuda" and each[2:4] == (torch.bfloat16, 1))
         ]
+        jobs += [(f"backward {variant}", lambda variant=variant: backward_launches(**variant)) for variant in BACKWARD]
         for job, launch in jobs:
             with recording(table, target.arch if target.backend == "cuda" else 0) as launches:
                 tile = launch()

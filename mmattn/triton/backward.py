@@ -61,8 +61,16 @@ def _prepare_kernel(
     i = i.to(tl.int64)
     d = tl.arange(0, V)
     needed = seeing[:, None] & (d[None, :] < DV)
-    o = tl.load(out + (seq * out_batch + i * out_row)[:, None] + head.to(tl.int64) * out_head + d[None, :], mask=needed, other=0.0)
-    g = tl.load(dout + (seq * dout_batch + i * dout_row)[:, None] + head.to(tl.int64) * dout_head + d[None, :], mask=needed, other=0.0)
+    o = tl.load(
+        out + (seq * out_batch + i * out_row)[:, None] + head.to(tl.int64) * out_head + d[None, :],
+        mask=needed,
+        other=0.0,
+    )
+    g = tl.load(
+        dout + (seq * dout_batch + i * dout_row)[:, None] + head.to(tl.int64) * dout_head + d[None, :],
+        mask=needed,
+        other=0.0,
+    )
     delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     if dlse is not None:
         delta -= tl.load(dlse + seq * dlse_batch + head.to(tl.int64) * dlse_head + i * dlse_row, mask=exists, other=0.0)
@@ -81,15 +89,15 @@ def _prepare_kernel(
 
 @triton.jit
 def _weights(s, top, scale, cap, SOFTCAP: tl.constexpr):
-    """exp2(scores - top), for scores before scaling, and the derivative of the cap."""
-    slope = 1.0
+    """exp2(scores - top), for scores before scaling, and the same times the derivative of the cap."""
     if SOFTCAP:
         t = 1 - 2 / (1 + tl.exp2(s * (scale * 2 / cap)))
-        slope = 1 - t * t
         p = tl.exp2(t * (cap * LOG2E) - top)
+        sloped = p * (1 - t * t)
     else:
         p = tl.exp2(s * scale - top)
-    return p, slope
+        sloped = p
+    return p, sloped
 
 
 @triton.jit
@@ -114,7 +122,12 @@ def _column_walk(
             block += b1
         i0 = block * TILE_M
         q_at = q + head.to(tl.int64) * q_head + i0.to(tl.int64) * q_row + (m[:, None] * q_row + d[None, :])
-        g_at = dout + head.to(tl.int64) * dout_head + i0.to(tl.int64) * dout_row + (m[:, None] * dout_row + dv_column[None, :])
+        g_at = (
+            dout
+            + head.to(tl.int64) * dout_head
+            + i0.to(tl.int64) * dout_row
+            + (m[:, None] * dout_row + dv_column[None, :])
+        )
         at = sums + head.to(tl.int64) * total_q + (i0 + m)
         heads_on = heads.to(tl.int64) * total_q
         if EDGE:
@@ -138,12 +151,14 @@ def _column_walk(
             top = tl.load(at)
             delta = tl.load(at + heads_on)
         s = _dot(k, qs.T, tl.zeros([k.shape[0], TILE_M], tl.float32), PRECISION)
-        p, slope = _weights(s, top[None, :], scale, cap, SOFTCAP)
+        p, sloped = _weights(s, top[None, :], scale, cap, SOFTCAP)
         if EDGE:
-            p = tl.where((key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :]), p, 0.0)
+            visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
+            p = tl.where(visible, p, 0.0)
+            sloped = tl.where(visible, sloped, 0.0)
         dv = _dot(p.to(g.dtype), g, dv, PRECISION)
         dp = _dot(v, g.T, tl.zeros([k.shape[0], TILE_M], tl.float32), PRECISION)
-        ds = p * (dp - delta[None, :]) * slope
+        ds = sloped * (dp - delta[None, :])
         dk = _dot(ds.to(qs.dtype), qs, dk, PRECISION)
     return dk, dv
 
@@ -254,11 +269,11 @@ def _row_walk(
             else:
                 vt = tl.load(v_at)
         s = _dot(q, kt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
-        p, slope = _weights(s, top[:, None], scale, cap, SOFTCAP)
+        _, sloped = _weights(s, top[:, None], scale, cap, SOFTCAP)
         if EDGE:
-            p = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), p, 0.0)
+            sloped = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), sloped, 0.0)
         dp = _dot(dout, vt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
-        ds = p * (dp - delta[:, None]) * slope
+        ds = sloped * (dp - delta[:, None])
         dq = _dot(ds.to(kt.dtype), kt, dq, PRECISION)
     return dq
 
@@ -347,8 +362,8 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dsinks = None if options.sinks is None else torch.empty_like(options.sinks)
     call = (q, k, v, plan, out, lse, dout, dlse)
-    into = dict(dq=dq, dk=dk, dv=dv, dsinks=dsinks)
-    settle_backward(*call, options=options, **into)(*call, options=options, **into)
+    write = settle_backward(*call, options=options, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+    write(*call, options=options, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
     return Grads(dq, dk, dv, dsinks)
 
 
