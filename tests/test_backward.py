@@ -35,6 +35,23 @@ def test_gradients(case: Case, device: torch.device) -> None:
     run(build(case, device))
 
 
+@pytest.mark.parametrize("name", ["packed-spans-clamped", "batched_padded-spans-clamped", "strided-window"])
+def test_gradients_through_descriptors(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper, with what no row sees, and rows that see nothing, in the blocks that are loaded as a whole."""
+    from mmattn.triton import backward, config
+
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
+        pytest.skip("tensor descriptors need compute capability 9.0")
+    launched = []
+    launch = backward.Launch
+    monkeypatch.setattr(backward, "architecture", lambda device: "sm90")
+    monkeypatch.setattr(backward, "Launch", lambda *a, **kw: launched.append(launch(*a, **kw)) or launched[-1])
+    tile = config.Tile(16, 16, 4, 2, tma=True)
+    monkeypatch.setitem(config._BACKWARD["sm90"], (64, 2), config.BackwardTiles(tile, tile))
+    run(build(replace(BY_NAME[name], lens=SHORT), device))
+    assert [each.constants.get("TMA") for each in launched] == [None, True, True]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case.grown() for case in LARGE], ids=lambda case: case.name)
 def test_gradients_large(case: Case, device: torch.device) -> None:

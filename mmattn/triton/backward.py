@@ -19,8 +19,8 @@ from ..plan import Grads, Options, Plan
 from .bounds import sequence_rows
 from .config import BackwardTiles, architecture, choose_backward_tiles, split_head_dim
 from .forward import LOG2E, _dot
-from .launch import Launch
-from .layout import strides
+from .launch import Descriptor, Launch
+from .layout import matrix, strides
 
 PREPARED_ROWS = 64
 
@@ -103,9 +103,10 @@ def _weights(s, top, scale, cap, SOFTCAP: tl.constexpr):
 @triton.jit
 def _column_walk(
     dk, dv, k, v, key, q, dout, sums, rows, b0, b1, b2, b3, length, total_q, heads,
-    q_row, q_head, dout_row, dout_head, scale, cap,
+    q_row, q_head, dout_row, dout_head, q_at_row, q_at_column, q_rows_head, q_cols_head,
+    dout_at_row, dout_at_column, dout_rows_head, dout_cols_head, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TILE_M: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    TILE_M: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """The blocks of rows `b1..b2` that see all keys of a tile, or with EDGE those before and after, of all heads in turn."""
     m = tl.arange(0, TILE_M)
@@ -121,13 +122,6 @@ def _column_walk(
         else:
             block += b1
         i0 = block * TILE_M
-        q_at = q + head.to(tl.int64) * q_head + i0.to(tl.int64) * q_row + (m[:, None] * q_row + d[None, :])
-        g_at = (
-            dout
-            + head.to(tl.int64) * dout_head
-            + i0.to(tl.int64) * dout_row
-            + (m[:, None] * dout_row + dv_column[None, :])
-        )
         at = sums + head.to(tl.int64) * total_q + (i0 + m)
         heads_on = heads.to(tl.int64) * total_q
         if EDGE:
@@ -135,21 +129,33 @@ def _column_walk(
             lo = tl.load(rows + (i0 + m) * 2, mask=exists, other=0)
             hi = tl.load(rows + (i0 + m) * 2 + 1, mask=exists, other=0)
             seeing = lo < hi  # what other rows hold may be anything
-            qs = tl.load(q_at, mask=seeing[:, None] & (d[None, :] < D), other=0.0)
-            g = tl.load(g_at, mask=seeing[:, None] & (dv_column[None, :] < DV), other=0.0)
             top = tl.load(at, mask=exists, other=float("inf"))
             delta = tl.load(at + heads_on, mask=exists, other=0.0)
         else:
-            if K > D:
-                qs = tl.load(q_at, mask=d[None, :] < D, other=0.0)
-            else:
-                qs = tl.load(q_at)
-            if V > DV:
-                g = tl.load(g_at, mask=dv_column[None, :] < DV, other=0.0)
-            else:
-                g = tl.load(g_at)
             top = tl.load(at)
             delta = tl.load(at + heads_on)
+        if TMA:
+            qs = q.load([q_at_row + head * q_rows_head + i0, q_at_column + head * q_cols_head])
+            g = dout.load([dout_at_row + head * dout_rows_head + i0, dout_at_column + head * dout_cols_head])
+            if EDGE:
+                qs = tl.where(seeing[:, None], qs, 0)
+                g = tl.where(seeing[:, None], g, 0)
+        else:
+            q_at = q + head.to(tl.int64) * q_head + i0.to(tl.int64) * q_row + (m[:, None] * q_row + d[None, :])
+            g_at = dout + head.to(tl.int64) * dout_head + i0.to(tl.int64) * dout_row
+            g_at += m[:, None] * dout_row + dv_column[None, :]
+            if EDGE:
+                qs = tl.load(q_at, mask=seeing[:, None] & (d[None, :] < D), other=0.0)
+                g = tl.load(g_at, mask=seeing[:, None] & (dv_column[None, :] < DV), other=0.0)
+            else:
+                if K > D:
+                    qs = tl.load(q_at, mask=d[None, :] < D, other=0.0)
+                else:
+                    qs = tl.load(q_at)
+                if V > DV:
+                    g = tl.load(g_at, mask=dv_column[None, :] < DV, other=0.0)
+                else:
+                    g = tl.load(g_at)
         s = _dot(k, qs.T, tl.zeros([k.shape[0], TILE_M], tl.float32), PRECISION)
         p, sloped = _weights(s, top[None, :], scale, cap, SOFTCAP)
         if EDGE:
@@ -164,14 +170,16 @@ def _column_walk(
 
 
 @triton.jit(do_not_specialize=["q_batch", "k_batch", "v_batch", "dout_batch", "dk_batch", "dv_batch", "slots", "total_k",
-                               "seqlen_q", "total_q", "heads_kv", "batch_size"])  # fmt: skip
+                               "q_rows_batch", "q_rows_head", "q_cols_head", "dout_rows_batch", "dout_rows_head",
+                               "dout_cols_head", "seqlen_q", "total_q", "heads_kv", "batch_size"])  # fmt: skip
 def _key_kernel(
     q, k, v, dout, sums, dk, dv, rows, columns, of_sequences, ranges, index, cu_seqlens_q, cu_seqlens_k,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
     dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+    q_rows_batch, q_rows_head, q_cols_head, dout_rows_batch, dout_rows_head, dout_cols_head,
     slots, total_k, seqlen_q, total_q, heads_kv, batch_size, score_scale, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys. Grid: (tiles * heads_kv,)."""
     # Heads vary fastest; under a causal mask the first keys are seen by the most rows and start first.
@@ -208,14 +216,31 @@ def _key_kernel(
     acc_v = tl.zeros([TILE_N, V], tl.float32)
     if seq < batch_size:
         row0, length = sequence_rows(seq, cu_seqlens_q, batch_size, total_q, seqlen_q)
-        if cu_seqlens_q is not None:
-            q += row0.to(tl.int64) * q_row
-            dout += row0.to(tl.int64) * dout_row
+        q_at_row = 0
+        q_at_column = 0
+        dout_at_row = 0
+        dout_at_column = 0
+        if TMA:
+            head = (head_kv * GROUP).to(tl.int32)
+            q_at_row = head * q_rows_head
+            dout_at_row = head * dout_rows_head
+            q_at_column = head * q_cols_head
+            dout_at_column = head * dout_cols_head
+            if cu_seqlens_q is not None:
+                q_at_row += row0
+                dout_at_row += row0
+            else:
+                q_at_row += seq * q_rows_batch
+                dout_at_row += seq * dout_rows_batch
         else:
-            q += seq.to(tl.int64) * q_batch
-            dout += seq.to(tl.int64) * dout_batch
-        q += head_kv * GROUP * q_head
-        dout += head_kv * GROUP * dout_head
+            if cu_seqlens_q is not None:
+                q += row0.to(tl.int64) * q_row
+                dout += row0.to(tl.int64) * dout_row
+            else:
+                q += seq.to(tl.int64) * q_batch
+                dout += seq.to(tl.int64) * dout_batch
+            q += head_kv * GROUP * q_head
+            dout += head_kv * GROUP * dout_head
         sums += head_kv * GROUP * total_q + row0
         rows += row0.to(tl.int64) * 2
         b0 = tl.load(ranges + slot * 4)
@@ -227,12 +252,14 @@ def _key_kernel(
             b2 = b0
         acc_k, acc_v = _column_walk(
             acc_k, acc_v, kt, vt, key, q, dout, sums, rows, b0, b1, b2, b3, length, total_q, heads_kv * GROUP,
-            q_row, q_head, dout_row, dout_head, score_scale, cap,
-            GROUP, D, DV, K, V, TILE_M, SOFTCAP, PRECISION, True)  # fmt: skip
+            q_row, q_head, dout_row, dout_head, q_at_row, q_at_column, q_rows_head, q_cols_head,
+            dout_at_row, dout_at_column, dout_rows_head, dout_cols_head, score_scale, cap,
+            GROUP, D, DV, K, V, TILE_M, SOFTCAP, PRECISION, TMA, True)  # fmt: skip
         acc_k, acc_v = _column_walk(
             acc_k, acc_v, kt, vt, key, q, dout, sums, rows, b0, b1, b2, b3, length, total_q, heads_kv * GROUP,
-            q_row, q_head, dout_row, dout_head, score_scale, cap,
-            GROUP, D, DV, K, V, TILE_M, SOFTCAP, PRECISION, False)  # fmt: skip
+            q_row, q_head, dout_row, dout_head, q_at_row, q_at_column, q_rows_head, q_cols_head,
+            dout_at_row, dout_at_column, dout_rows_head, dout_cols_head, score_scale, cap,
+            GROUP, D, DV, K, V, TILE_M, SOFTCAP, PRECISION, TMA, False)  # fmt: skip
 
     at = dk + head_kv * dk_head + key[:, None].to(tl.int64) * dk_row + d[None, :]
     tl.store(at, (acc_k * scale).to(dk.dtype.element_ty), mask=exists[:, None] & (d[None, :] < D))
@@ -242,9 +269,10 @@ def _key_kernel(
 
 @triton.jit
 def _row_walk(
-    dq, q, dout, top, delta, lo, hi, begin, stop, first, end, k, v, k_row, v_row, scale, cap,
+    dq, q, dout, top, delta, lo, hi, begin, stop, first, end, k, v, k_row, v_row,
+    k_at_row, k_at_column, v_at_row, v_at_column, scale, cap,
     D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TILE_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
+    TILE_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """One run of key blocks `begin..stop`; on edge blocks only keys `first..end` are touched."""
     keys = tl.arange(0, TILE_N)
@@ -253,21 +281,28 @@ def _row_walk(
     for block in tl.range(begin, stop):
         n = block * TILE_N
         key = n + keys
-        k_at = k + n.to(tl.int64) * k_row + (keys[:, None] * k_row + d[None, :])
-        v_at = v + n.to(tl.int64) * v_row + (keys[:, None] * v_row + dv_column[None, :])
-        if EDGE:
-            needed = (key >= first) & (key < end)
-            kt = tl.load(k_at, mask=needed[:, None] & (d[None, :] < D), other=0.0)
-            vt = tl.load(v_at, mask=needed[:, None] & (dv_column[None, :] < DV), other=0.0)
+        needed = (key >= first) & (key < end)
+        if TMA:
+            kt = k.load([k_at_row + n, k_at_column])
+            vt = v.load([v_at_row + n, v_at_column])
+            if EDGE:
+                kt = tl.where(needed[:, None], kt, 0)
+                vt = tl.where(needed[:, None], vt, 0)
         else:
-            if K > D:
-                kt = tl.load(k_at, mask=d[None, :] < D, other=0.0)
+            k_at = k + n.to(tl.int64) * k_row + (keys[:, None] * k_row + d[None, :])
+            v_at = v + n.to(tl.int64) * v_row + (keys[:, None] * v_row + dv_column[None, :])
+            if EDGE:
+                kt = tl.load(k_at, mask=needed[:, None] & (d[None, :] < D), other=0.0)
+                vt = tl.load(v_at, mask=needed[:, None] & (dv_column[None, :] < DV), other=0.0)
             else:
-                kt = tl.load(k_at)
-            if V > DV:
-                vt = tl.load(v_at, mask=dv_column[None, :] < DV, other=0.0)
-            else:
-                vt = tl.load(v_at)
+                if K > D:
+                    kt = tl.load(k_at, mask=d[None, :] < D, other=0.0)
+                else:
+                    kt = tl.load(k_at)
+                if V > DV:
+                    vt = tl.load(v_at, mask=dv_column[None, :] < DV, other=0.0)
+                else:
+                    vt = tl.load(v_at)
         s = _dot(q, kt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
         _, sloped = _weights(s, top[:, None], scale, cap, SOFTCAP)
         if EDGE:
@@ -279,13 +314,15 @@ def _row_walk(
 
 
 @triton.jit(do_not_specialize=["q_batch", "k_batch", "v_batch", "dout_batch", "dq_batch", "capacity",
+                               "k_rows_batch", "k_rows_head", "k_cols_head", "v_rows_batch", "v_rows_head", "v_cols_head",
                                "seqlen_q", "total_q", "heads_kv", "batch_size"])  # fmt: skip
 def _query_kernel(
     q, k, v, dout, sums, dq, rows, ranges, index, cu_seqlens_q, cu_seqlens_k,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, dout_batch, dout_row, dout_head,
-    dq_batch, dq_row, dq_head, capacity, seqlen_q, total_q, heads_kv, batch_size, score_scale, scale, cap,
+    dq_batch, dq_row, dq_head, k_rows_batch, k_rows_head, k_cols_head, v_rows_batch, v_rows_head, v_cols_head,
+    capacity, seqlen_q, total_q, heads_kv, batch_size, score_scale, scale, cap,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of packed query rows. Grid: (tiles * heads_kv,)."""
     head_kv = (tl.program_id(0) % heads_kv).to(tl.int64)
@@ -303,18 +340,24 @@ def _query_kernel(
         q += seq.to(tl.int64) * q_batch
         dout += seq.to(tl.int64) * dout_batch
         dq += seq.to(tl.int64) * dq_batch
+    key0 = seq * 0
     if cu_seqlens_k is not None:
-        key0 = seq * 0
         if seq < batch_size:
             key0 = tl.load(cu_seqlens_k + seq)
             capacity = tl.load(cu_seqlens_k + seq + 1) - key0
-        k += key0.to(tl.int64) * k_row
-        v += key0.to(tl.int64) * v_row
+    k_at_row = 0
+    k_at_column = 0
+    v_at_row = 0
+    v_at_column = 0
+    if TMA:
+        kv = head_kv.to(tl.int32)
+        k_at_row = key0 + seq * k_rows_batch + kv * k_rows_head
+        v_at_row = key0 + seq * v_rows_batch + kv * v_rows_head
+        k_at_column = kv * k_cols_head
+        v_at_column = kv * v_cols_head
     else:
-        k += seq.to(tl.int64) * k_batch
-        v += seq.to(tl.int64) * v_batch
-    k += head_kv * k_head
-    v += head_kv * v_head
+        k += key0.to(tl.int64) * k_row + seq.to(tl.int64) * k_batch + head_kv * k_head
+        v += key0.to(tl.int64) * v_row + seq.to(tl.int64) * v_batch + head_kv * v_head
 
     packed = m * TILE_M + tl.arange(0, TILE_M)
     i = packed // GROUP
@@ -343,12 +386,15 @@ def _query_kernel(
     top = tl.load(at, mask=seeing, other=float("inf"))
     delta = tl.load(at + heads_kv.to(tl.int64) * GROUP * total_q, mask=seeing, other=0.0)
     acc = tl.zeros([TILE_M, K], tl.float32)
-    acc = _row_walk(acc, qs, g, top, delta, lo, hi, b0, b1, first, end, k, v, k_row, v_row, score_scale, cap,
-                    D, DV, K, V, TILE_N, SOFTCAP, PRECISION, True)  # fmt: skip
-    acc = _row_walk(acc, qs, g, top, delta, lo, hi, b1, b2, first, end, k, v, k_row, v_row, score_scale, cap,
-                    D, DV, K, V, TILE_N, SOFTCAP, PRECISION, False)  # fmt: skip
-    acc = _row_walk(acc, qs, g, top, delta, lo, hi, b2, b3, first, end, k, v, k_row, v_row, score_scale, cap,
-                    D, DV, K, V, TILE_N, SOFTCAP, PRECISION, True)  # fmt: skip
+    acc = _row_walk(acc, qs, g, top, delta, lo, hi, b0, b1, first, end, k, v, k_row, v_row,
+                    k_at_row, k_at_column, v_at_row, v_at_column, score_scale, cap,
+                    D, DV, K, V, TILE_N, SOFTCAP, PRECISION, TMA, True)  # fmt: skip
+    acc = _row_walk(acc, qs, g, top, delta, lo, hi, b1, b2, first, end, k, v, k_row, v_row,
+                    k_at_row, k_at_column, v_at_row, v_at_column, score_scale, cap,
+                    D, DV, K, V, TILE_N, SOFTCAP, PRECISION, TMA, False)  # fmt: skip
+    acc = _row_walk(acc, qs, g, top, delta, lo, hi, b2, b3, first, end, k, v, k_row, v_row,
+                    k_at_row, k_at_column, v_at_row, v_at_column, score_scale, cap,
+                    D, DV, K, V, TILE_N, SOFTCAP, PRECISION, TMA, True)  # fmt: skip
     at = dq + (i * dq_row + head * dq_head)[:, None] + d[None, :]
     tl.store(at, (acc * scale).to(dq.dtype.element_ty), mask=exists[:, None] & (d[None, :] < D))
 
@@ -396,22 +442,25 @@ def settle_backward(
     )  # fmt: skip
 
     n_tile, m_tile = tiles.keys, tiles.queries
+    n_forms, n_rows = _matrices(n_tile.tma, (q, dout), n_tile.tile_m, dims)
+    m_forms, m_rows = _matrices(m_tile.tma, (k, v), m_tile.tile_n, dims)
     columns, table = plan.columns(slots), plan.column_tiles(slots, n_tile.tile_n, n_tile.tile_m)
     total_k = slots if packed_k else batch.batch_size * slots
     by_keys = Launch(
         _key_kernel, (table.ranges.shape[0] * heads_kv,),
         (plan.rows, columns.rows, columns.of_sequences, table.ranges, table.index, batch.cu_seqlens_q, batch.cu_seqlens_k),
         (*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dk), *strides(dv),
-         slots, total_k, *of_rows, *scales),
-        dict(shared, TILE_M=n_tile.tile_m, TILE_N=n_tile.tile_n), num_warps=n_tile.warps, num_stages=n_tile.stages,
+         *n_rows, slots, total_k, *of_rows, *scales),
+        dict(shared, TILE_M=n_tile.tile_m, TILE_N=n_tile.tile_n, TMA=n_forms is not None), num_warps=n_tile.warps, num_stages=n_tile.stages,
     )  # fmt: skip
 
     table = plan.tiles(m_tile.tile_m, group, m_tile.tile_n)
     by_queries = Launch(
         _query_kernel, (table.ranges.shape[0] * heads_kv,),
         (plan.rows, table.ranges, table.index, batch.cu_seqlens_q, batch.cu_seqlens_k),
-        (*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), 0 if packed_k else slots, *of_rows, *scales),
-        dict(shared, TILE_M=m_tile.tile_m, TILE_N=m_tile.tile_n), num_warps=m_tile.warps, num_stages=m_tile.stages,
+        (*strides(q), *strides(k), *strides(v), *strides(dout), *strides(dq), *m_rows,
+         0 if packed_k else slots, *of_rows, *scales),
+        dict(shared, TILE_M=m_tile.tile_m, TILE_N=m_tile.tile_n, TMA=m_forms is not None), num_warps=m_tile.warps, num_stages=m_tile.stages,
     )  # fmt: skip
 
     def write(q, k, v, plan, out, lse, dout, dlse, *, options, dq, dk, dv, dsinks):  # type: ignore[no-untyped-def]
@@ -424,11 +473,26 @@ def settle_backward(
         if shares is not None:
             dsinks.copy_(shares.sum(0))
         if k.numel() or v.numel():
-            by_keys(q, k, v, dout, sums, dk, dv)
+            walked = (q, dout) if n_forms is None else (Descriptor(q, *n_forms[0]), Descriptor(dout, *n_forms[1]))
+            by_keys(walked[0], k, v, walked[1], sums, dk, dv)
         if batch.total_q:
-            by_queries(q, k, v, dout, sums, dq)
+            walked = (k, v) if m_forms is None else (Descriptor(k, *m_forms[0]), Descriptor(v, *m_forms[1]))
+            by_queries(q, *walked, dout, sums, dq)
 
     return write
+
+
+def _matrices(
+    wanted: bool, walked: tuple[Tensor, Tensor], rows: int, dims: dict[str, int]
+) -> tuple[list[list[list[int]]] | None, tuple[int, ...]]:
+    """TMA descriptors of the two tensors that a kernel walks in blocks of `rows`, and where sequences and heads lie in them;
+    None where they cannot be described or their dims are not whole blocks."""
+    if wanted and (dims["D"], dims["DV"]) == (dims["K"], dims["V"]) and all(x.numel() for x in walked):
+        views = [matrix(x) for x in walked]
+        if views[0] is not None and views[1] is not None:
+            forms = [[*map(list, view[:2]), [rows, x.shape[-1]]] for view, x in zip(views, walked) if view is not None]
+            return forms, (*views[0][2], *views[1][2])
+    return None, (0,) * 6
 
 
 def _dense(x: Tensor) -> Tensor:
