@@ -133,6 +133,8 @@ class Plan:
     forwards: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
     """Kind of call -> the `dispatch.Forward` that ran the first of its kind, and its `Options` unless they hold tensors;
     see `attention()`."""
+    backwards: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
+    """Kind of call -> what a kernel backend settled for its gradients."""
     debug: bool = field(init=False, repr=False)
     """Whether every call is to be checked, also on the device: `MMATTN_DEBUG` when the plan was made."""
     _tiles: dict[tuple[int, int, int], TileTable] = field(init=False, repr=False, default_factory=dict)
@@ -149,7 +151,7 @@ class Plan:
         """This plan with other row intervals, int32 `[total_q, 2]`; nothing that came from the old ones is kept."""
         other = copy.copy(self)
         other.rows, other._tiles, other.forwards, other.key = rows, {}, {}, plan_key(rows)
-        other._columns, other._column_tiles = {}, {}
+        other._columns, other._column_tiles, other.backwards = {}, {}, {}
         return other
 
     def remember(self, kind: Hashable, forward: Any, options: Options) -> None:

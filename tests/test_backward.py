@@ -66,8 +66,13 @@ def test_many_rows_or_many_keys(lens: tuple[int, int], device: torch.device) -> 
 def test_bit_equal_again(device: torch.device) -> None:
     inputs = build(replace(BY_NAME["packed-spans-clamped"], lens=SHORT), device)
     dout, dlse = upstream(inputs)
-    first, second = (call(inputs, plan_of(inputs), dout, dlse, triton_backward()) for _ in range(2))
+    the_plan = plan_of(inputs)
+    first, second = (call(inputs, the_plan, dout, dlse, triton_backward()) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3]))
+    assert len(the_plan.backwards) == 1, "the second call is of the same kind and settles nothing"
+    call(inputs, the_plan, dout, None, triton_backward())
+    assert len(the_plan.backwards) == 2
+    assert not the_plan.with_rows(the_plan.rows).backwards
 
 
 @pytest.mark.parametrize("fill", [float("nan"), 1e30])

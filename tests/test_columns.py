@@ -20,7 +20,12 @@ from .test_mask import SIZE, SPAN_CHOICES, chunks, disjoint_spans, masks, window
 from .test_plan import LOWERING_CASES, assert_equal_tables, batch_of, check_tiles, lowering_of
 
 CPU = torch.device("cpu")
-UNPAGED = [c for c in LOWERING_CASES if "paged" not in c.layout and not c.name.startswith(("spans-", "kv_start"))]
+UNPAGED = [
+    c
+    for c in LOWERING_CASES
+    if "paged" not in c.layout
+    and c.name.startswith(("packed", "q_start", "kv_lo", "batched_padded-full", "rows-past", "no-"))
+]
 
 
 def slots_of(case: Case, batch: Batch) -> int:

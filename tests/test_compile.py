@@ -37,9 +37,10 @@ def test_kernels_cross_compile(target: str, runs: dict[str, Future]) -> None:
     done = runs[target].result()
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"_row_kernel", "_tile_kernel", "_forward_kernel", "_combine_kernel"} <= {
-        each["kernel"] for each in compiled
-    }
+    assert {
+        "_row_kernel", "_tile_kernel", "_order_kernel", "_column_kernel", "_forward_kernel", "_combine_kernel",
+        "_prepare_kernel", "_key_kernel", "_query_kernel",
+    } <= {each["kernel"] for each in compiled}  # fmt: skip
     for each in compiled:
         assert each["shared"] <= each["limit"], (
             f"{each['shared']} bytes of shared memory exceed {each['limit']}: {each}"

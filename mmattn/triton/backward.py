@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..plan import Grads, Options, Plan
+from ..checks import kind_of
+from ..plan import KINDS, Grads, Options, Plan
 from .bounds import sequence_rows
 from .config import BackwardTiles, architecture, choose_backward_tiles, split_head_dim
 from .forward import LOG2E, _dot
@@ -408,7 +409,13 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dsinks = None if options.sinks is None else torch.empty_like(options.sinks)
     call = (q, k, v, plan, out, lse, dout, dlse)
-    write = settle_backward(*call, options=options, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+    kind = (options.scale, options.softcap, *map(_kind, (q, k, v, out, lse, dout, dlse, options.sinks)))
+    write = plan.backwards.get(kind)
+    if write is None:
+        if len(plan.backwards) >= KINDS:
+            plan.backwards.clear()
+        write = settle_backward(*call, options=options, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+        plan.backwards[kind] = write
     write(*call, options=options, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
     return Grads(dq, dk, dv, dsinks)
 
@@ -493,6 +500,10 @@ def _matrices(
             forms = [[*map(list, view[:2]), [rows, x.shape[-1]]] for view, x in zip(views, walked) if view is not None]
             return forms, (*views[0][2], *views[1][2])
     return None, (0,) * 6
+
+
+def _kind(x: Tensor | None) -> object:
+    return None if x is None else kind_of(x)
 
 
 def _dense(x: Tensor) -> Tensor:
