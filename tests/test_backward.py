@@ -203,3 +203,16 @@ def test_parity_catches(fault: str, device: torch.device, monkeypatch: pytest.Mo
         assert_gradients(inputs, grads, dout, dlse)
     monkeypatch.undo()
     run(inputs)
+
+
+def test_training_cases() -> None:
+    """The bench cases that `bench.backward` trains on, and one of them on the CPU."""
+    from bench import backward as bench
+    from bench.cases import TRAINING, make, names
+
+    for name in TRAINING:
+        full, small = make(name), make(name, reduced=True)
+        assert full.name == small.name == name and name not in names()
+        assert full.batched == small.batched and full.has_spans == small.has_spans and full.sinks == small.sinks
+    (row,) = bench.run_case(make("T3", reduced=True), ["mmattn-torch"], torch.device("cpu"), 1, None)
+    assert row["max_error"] < 1e-5 and row["backward_ms"] > 0 and row["mask"] == "case"

@@ -119,7 +119,8 @@ WRONG = {
     "q_start": (lambda c, x: c.update(q_start=guarded([0], x.device)), ValueError, "q_start came with a Plan"),
     "unknown": (lambda c, x: c.update(windowleft=3), TypeError, "unknown argument windowleft"),
     "backend": (lambda c, x: c.update(backend="flash"), ValueError, "backend must be"),
-    "grad": (lambda c, x: c.update(q=x.clone().requires_grad_(), backend="triton"), UnsupportedError, "requires grad"),
+    "grad": (lambda c, x: c.update(q=x.clone().requires_grad_(), k_scale=2.0, backend="triton"), UnsupportedError,
+             "gradients with k_scale"),
 }  # fmt: skip
 
 
