@@ -215,10 +215,17 @@ def _same(mask: IntervalMask, *_: Any, **__: Any) -> IntervalMask:
     )
 
 
+def _within(at: Any, default: Any, size: Any) -> Any:
+    """An end of a slice as `slice.indices` gives it, which would tie a compiled graph to this size."""
+    if at is None or at == 2**63 - 1:
+        return default if at is None else size
+    return min(max(at + size if at < 0 else at, 0), size)
+
+
 def _slice(mask: IntervalMask, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     dim %= 4
     size = mask.shape[dim]
-    start, end, step = slice(start, end, step).indices(size)
+    start, end = _within(start, 0, size), _within(end, size, size)
     if (dim == 1 and (start, end) != (0, 1)) or (dim == 3 and step != 1):
         return NotImplemented
     if (start, end, step) == (0, size, 1):
