@@ -93,14 +93,10 @@ def _kernel(module: str) -> MakeForward:
     return make
 
 
-def _no_kernel(call: Call) -> Backward:
-    raise AssertionError(f"no backward kernel for {call}")
-
-
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         "cute", cute_support.why_not, lambda call: _kernel(cute_support.module(call)),
-        cute_support.why_no_gradients, _no_kernel,
+        cute_support.why_no_gradients, lambda call: import_module(cute_support.BACKWARD, __package__).backward,
     ),
     Backend(
         "triton", triton_support.why_not, lambda call: _kernel(".triton.forward"),
@@ -117,7 +113,7 @@ BACKENDS: tuple[Backend, ...] = (
 def reasons(call: Call) -> dict[str, list[str]]:
     """Backend -> every reason why it cannot run `call`, gradients included if it asks for them; `[]` means that it can."""
     return {
-        backend.name: backend.why_not(call) + (_no_gradients(backend, call) if call.grad else [])
+        backend.name: list(dict.fromkeys(backend.why_not(call) + (_no_gradients(backend, call) if call.grad else [])))
         for backend in BACKENDS
     }
 

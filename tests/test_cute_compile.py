@@ -48,6 +48,7 @@ class Kernel(NamedTuple):
     lse: bool = False
     dtype: torch.dtype = BF16
     some_sequences: bool = False
+    deterministic: bool = False
 
 
 ROWS = {
@@ -73,7 +74,15 @@ PUBLIC = {
     "D128": Kernel(128, 128),
     "D256": Kernel(256, 256, group=2, lse=True),
 }
-KERNELS = {"rows sm_90": ROWS, "public sm_90": PUBLIC, "public sm_100": PUBLIC}
+BACKWARD = {
+    "D64 sinks": Kernel(64, 64, group=8, windowed=True, sinks=FP32),
+    "D72 softcap, in order": Kernel(72, 72, windowed=True, softcap=50.0, deterministic=True),
+    "D128 full mask, batched": Kernel(128, 128, packed=False, lse=True),
+    "D128 in order": Kernel(128, 128, group=4, windowed=True, deterministic=True, dtype=FP16),
+    "D192/128": Kernel(192, 128, windowed=True),
+    "D256": Kernel(256, 256, group=2, windowed=True, lse=True),
+}
+KERNELS = {"rows sm_90": ROWS, "backward sm_90": BACKWARD, "public sm_90": PUBLIC, "public sm_100": PUBLIC}
 """Path and arch -> the kernels to compile."""
 
 
@@ -81,7 +90,7 @@ KERNELS = {"rows sm_90": ROWS, "public sm_90": PUBLIC, "public sm_100": PUBLIC}
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_compiles(kernels: str) -> None:
-    if kernels.startswith("rows") and support.installed_version() != support.PINNED:
+    if kernels.startswith(("rows", "backward")) and support.installed_version() != support.PINNED:
         pytest.skip(f"{support.PACKAGE} {support.installed_version()} is installed, not {support.PINNED}")
     arch = kernels.split()[1]
     env = {
@@ -115,6 +124,21 @@ def compile_rows(kernel: Kernel) -> None:
             kernel.some_sequences, paged, kernel.page == tile.n, kernel.softcap is not None, kernel.sinks, kernel.lse,
         )
     )  # fmt: skip
+
+
+def compile_backward(kernel: Kernel) -> None:
+    """All kernels of a backward; `lse` says that the LSE has a gradient."""
+    from mmattn.cute import backward_sm90
+
+    variant = backward_sm90.Variant(
+        kernel.dtype, kernel.head_dim, kernel.head_dim_v, kernel.group, kernel.windowed, kernel.packed, kernel.packed,
+        kernel.softcap is not None, kernel.deterministic,
+    )  # fmt: skip
+    backward_sm90.compiled(variant)
+    backward_sm90.preprocess(variant, kernel.lse)
+    backward_sm90.postprocess_q(variant, kernel.sinks)
+    if kernel.group > 1:
+        backward_sm90.postprocess_kv(variant)
 
 
 def compile_public(kernel: Kernel) -> None:
@@ -179,10 +203,11 @@ def main(kernels: str, names: list[str]) -> None:
         import cutlass.utils.hardware_info
 
         cutlass.utils.HardwareInfo = cutlass.utils.hardware_info.HardwareInfo = FakeHardware
+    compilers = dict(rows=compile_rows, backward=compile_backward, public=compile_public)
     for name in names:
         error = None
         try:
-            (compile_rows if path == "rows" else compile_public)(KERNELS[kernels][name])
+            compilers[path](KERNELS[kernels][name])
         except Exception:
             error = traceback.format_exc(limit=-6)
         print(json.dumps(dict(name=name, error=error)), flush=True)

@@ -20,20 +20,24 @@ from typing import Optional
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, const_expr
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
-from flash_attn.cute.mask import (
-    mask_r2p_lambda,
-    r2p_bitmask_above,
-    r2p_bitmask_below,
-    sm90_col_to_r2p_idx,
-)
+from flash_attn.cute.mask import mask_r2p_lambda, sm90_col_to_r2p_idx
 from flash_attn.cute.named_barrier import NamedBarrierFwd
-from flash_attn.cute.tile_scheduler import WorkTileInfo
 from flash_attn.cute.utils import AuxData
 from quack import layout_utils
 from quack.cute_dsl_utils import ParamsBase
+
+from .common_sm90 import (
+    DenseMainLoop,
+    OneTile,
+    clear_rows_behind,
+    clear_smem_rows,
+    keep_bits,
+    rebuilt,
+    softcap,
+)
 
 FAR = 2**31 - 1
 CLEAR_BARRIER = max(NamedBarrierFwd) + 1  # one per consumer warp group, behind the barriers that FA4 uses
@@ -77,7 +81,7 @@ class Tables(BlockSparseTensors):
         return self.dq_write_order_full
 
     def __new_from_mlir_values__(self, values):
-        return Tables(*super().__new_from_mlir_values__(values))
+        return rebuilt(self, values)
 
 
 @dataclass(frozen=True)
@@ -134,36 +138,6 @@ class RowIntervals:
             mask_r2p_lambda(scores[r, None], partial(keep_bits, lo, hi), rank1=True)
 
 
-def keep_bits(lo: Int32, hi: Int32, chunk: int) -> cutlass.Uint32:
-    """Bits of the 32 elements of `chunk` that lie in [lo, hi)."""
-    return r2p_bitmask_below(hi, chunk) & r2p_bitmask_above(lo, chunk)
-
-
-class OneTile:
-    """Tile scheduler of a CTA that has already decoded its only tile."""
-
-    def __init__(self, coord: tuple, pending: bool = True):
-        self._coord, self._pending = coord, pending
-
-    def get_current_work(self, *, loc=None, ip=None) -> WorkTileInfo:
-        return WorkTileInfo(self._coord, self._pending)
-
-    def initial_work_tile_info(self, *, loc=None, ip=None) -> WorkTileInfo:
-        return self.get_current_work()
-
-    def prefetch_next_work(self, *, loc=None, ip=None) -> None:
-        pass
-
-    def advance_to_next_work(self, *, loc=None, ip=None) -> None:
-        self._pending = False
-
-    def __extract_mlir_values__(self):
-        return cutlass.extract_mlir_values(self._coord)
-
-    def __new_from_mlir_values__(self, values):
-        return OneTile(cutlass.new_from_mlir_values(self._coord, values), self._pending)
-
-
 @dataclass
 class NeededPages(ParamsBase):
     """A page table that is never read in front of the first page that the tile needs."""
@@ -177,12 +151,7 @@ class NeededPages(ParamsBase):
         return self.table[cutlass.max(coord, self.first)]
 
 
-def softcap(*args, **kwargs):
-    """Tells FA4 that scores are modified; the work is done in `IntervalForwardSm90.apply_score_mod`."""
-    raise NotImplementedError
-
-
-class IntervalForwardSm90(FlashAttentionForwardSm90):
+class IntervalForwardSm90(DenseMainLoop, FlashAttentionForwardSm90):
     """FA4's forward over row intervals.
 
     Arguments of the constructor are FA4's `dtype`, `head_dim`, `head_dim_v`, `qhead_per_kvhead`, `tile_m`, `tile_n`,
@@ -207,15 +176,6 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
             **config,
         )
         self.group = qhead_per_kvhead
-
-    @property
-    def use_block_sparsity(self) -> bool:
-        """FA4 derives this from its block list argument, which carries `Tables` here: keep the dense main loop."""
-        return False
-
-    @use_block_sparsity.setter
-    def use_block_sparsity(self, given: bool) -> None:
-        pass
 
     def _get_shared_storage_cls(self):
         """FA4's shared memory, with room for the output tile, which takes Q's place, where v is the wider one."""
@@ -337,17 +297,17 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
     def _fill_padding(self, tables: Tables):
         """Writes the rows behind the last sequence, which see nothing (CUDA graphs pad; as a rule there are none)."""
         tidx = cute.arch.thread_idx()[0]
-        rows, heads, dim = tables.out.shape
-        row = tables.cu_seqlens_q[cute.size(tables.cu_seqlens_q) - 1] + cute.arch.block_idx()[0]
-        while row < rows:
-            for i in cutlass.range(tidx, heads * dim, self.num_threads_per_warp_group, unroll=1):
-                tables.out[row, i // dim, i % dim] = self.dtype(0.0)
-            if const_expr(tables.lse is not None):
-                for head in cutlass.range(tidx, heads, self.num_threads_per_warp_group, unroll=1):
+        threads = self.num_threads_per_warp_group
+        clear_rows_behind(tables.out, tables.cu_seqlens_q, tidx, threads)
+        if const_expr(tables.lse is not None):
+            heads, rows = tables.lse.shape
+            row = tables.cu_seqlens_q[cute.size(tables.cu_seqlens_q) - 1] + cute.arch.block_idx()[0]
+            while row < rows:
+                for head in cutlass.range(tidx, heads, threads, unroll=1):
                     tables.lse[head, row] = (
                         Float32(tables.sinks[head]) if const_expr(tables.sinks is not None) else -Float32.inf
                     )
-            row += cute.arch.grid_dim()[0]
+                row += cute.arch.grid_dim()[0]
 
     # Consumer warp groups
 
@@ -474,12 +434,9 @@ class IntervalForwardSm90(FlashAttentionForwardSm90):
         """
         if begin < end:
             self.pipeline_v.consumer_wait(state, self.pipeline_v.consumer_try_wait(state))
-            # A swizzle permutes the bytes of a row within the row, so whole rows may be cleared without it.
-            sV = cute.recast_tensor(self.sV[None, None, state.index], Int64)
-            per_row = cute.size(sV, mode=[1])
             threads = self.num_threads_per_warp_group
-            for i in cutlass.range(self.tidx % threads, (end - begin) * per_row, threads, unroll=1):
-                sV[begin + i // per_row, i % per_row] = Int64(0)
+            sV = self.sV[None, None, state.index]
+            clear_smem_rows(sV, begin, end, self.tidx % threads, threads)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=CLEAR_BARRIER + self.tidx // threads, number_of_threads=threads)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 compilations = 0
 """Kernels compiled by this process."""
 
-_DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
+DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16, torch.float32: cutlass.Float32}
 _kernels: dict[Variant, Callable[..., None]] = {}
 _compiling = threading.Lock()
 
@@ -160,7 +160,7 @@ def compiled(variant: Variant) -> Callable[..., None]:
 
 
 def _compile(variant: Variant):
-    dtype = _DTYPES[variant.dtype]
+    dtype = DTYPES[variant.dtype]
     kernel = IntervalForwardSm90(
         dtype,
         variant.head_dim,
@@ -198,7 +198,7 @@ def _compile(variant: Variant):
         vector(cutlass.Int32) if variant.packed_k else None,
         vector(cutlass.Int32) if variant.some_sequences else None,
         vector(cutlass.Int32, (cute.sym_int(), cute.sym_int())) if variant.paged else None,
-        None if variant.sinks is None else vector(_DTYPES[variant.sinks]),
+        None if variant.sinks is None else vector(DTYPES[variant.sinks]),
         table(2),
         table(4),
         cutlass.Float32(1.0) if variant.softcap else None,

@@ -13,7 +13,7 @@ from ..batch import Call
 
 PACKAGE = "flash-attn-4"
 PINNED = "4.0.0b36"
-"""The release whose internals `interval_sm90.py` overrides."""
+"""The release whose internals `interval_sm90.py` and `interval_backward_sm90.py` override."""
 OLDEST = "4.0.0b34"
 """The first release whose interface takes what `fa4.py` needs: block lists at every head dim, with a block size."""
 PAGED_HEAD_DIMS = frozenset((64, 80, 96, 128, 192, 256))
@@ -21,6 +21,7 @@ PAGED_HEAD_DIMS = frozenset((64, 80, 96, 128, 192, 256))
 width."""
 ROW_INTERVALS = ".cute.sm90"
 PUBLIC_API = ".cute.fa4"
+BACKWARD = ".cute.backward_sm90"
 
 
 @cache
@@ -50,25 +51,14 @@ def module(call: Call) -> str:
 
 def why_not(call: Call) -> list[str]:
     """Every reason why this backend cannot run `call`, each saying what to do; an empty list means that it can."""
-    reasons = []
-    version = installed_version()
-    if version is None:
-        reasons.append(f"the package {PACKAGE} is not installed (pip install {PACKAGE}=={PINNED})")
-    elif _order(version) < _order(OLDEST):
-        reasons.append(
-            f"{PACKAGE} {version} is installed, but {OLDEST} or newer is needed (pip install {PACKAGE}=={PINNED})"
-        )
+    reasons = _installation_reasons(OLDEST)
+    hopper = call.capability == (9, 0)
     if call.device_type != "cuda":
         reasons.append(f"tensors are on {call.device_type}; FlashAttention-4 needs an NVIDIA GPU")
-    hopper = call.capability == (9, 0)
     if call.capability is not None and not hopper and call.capability[0] not in (10, 11):
         major, minor = call.capability
         reasons.append(f"compute capability {major}.{minor} is not 9.0, 10.x or 11.x; use the triton backend")
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        name = str(call.dtype).removeprefix("torch.")
-        reasons.append(f"dtype {name} is not float16 or bfloat16; cast q, k and v or use the triton backend")
-    if call.kv_dtype is not call.dtype or call.scales:
-        reasons.append("no float8 keys and values or k_scale/v_scale; use the triton backend")
+    reasons += _type_reasons(call)
     if call.split_kv:
         reasons.append("few query rows need split-KV, which is not used here; use the triton backend")
     if call.num_splits:
@@ -95,8 +85,49 @@ def why_not(call: Call) -> list[str]:
 
 
 def why_no_gradients(call: Call) -> list[str]:
-    """Every reason why this backend has no gradients for `call`."""
-    return ["no backward yet, and an input requires grad (use torch.no_grad() for inference)"]
+    """Every reason why this backend has no gradients for `call`, whose forward may have been another's.
+
+    Strides and addresses do not matter: what the kernels cannot read is copied, as gradients from autograd may be anything.
+    """
+    reasons = _installation_reasons(PINNED)
+    if call.device_type != "cuda" or call.capability not in (None, (9, 0)):
+        where = call.device_type if call.capability is None else "compute capability {}.{}".format(*call.capability)
+        reasons.append(f"gradients on {where}: only on compute capability 9.0; use the triton backend")
+    reasons += _type_reasons(call)
+    if call.page_size is not None:
+        reasons.append("no gradients for paged k and v; pass k and v packed or batched")
+    d, dv, group = call.head_dim, call.head_dim_v, call.heads_q // call.heads_kv
+    if any(dim % 8 or not 8 <= dim <= 256 for dim in (d, dv)):
+        reasons.append(f"gradients for head dims {d}/{dv}: only multiples of 8 up to 256; use the triton backend")
+    elif d != dv and ((d, dv) != (192, 128) or group > 1):
+        grouped = f" with {group} query heads per KV head" if group > 1 else ""
+        reasons.append(
+            f"gradients for head dims {d}/{dv}{grouped}: only equal ones, and 192/128 with one query head per KV head; "
+            "use the triton backend"
+        )
+    return reasons
+
+
+def _installation_reasons(oldest: str) -> list[str]:
+    """Against the installed package. The pinned release is also the newest whose internals are known here."""
+    version = installed_version()
+    if version is None:
+        return [f"the package {PACKAGE} is not installed (pip install {PACKAGE}=={PINNED})"]
+    if oldest == PINNED and version != PINNED:
+        return [f"gradients need {PACKAGE} {PINNED}, but {version} is installed (pip install {PACKAGE}=={PINNED})"]
+    if _order(version) < _order(oldest):
+        return [f"{PACKAGE} {version} is installed, but {oldest} or newer is needed (pip install {PACKAGE}=={PINNED})"]
+    return []
+
+
+def _type_reasons(call: Call) -> list[str]:
+    reasons = []
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        name = str(call.dtype).removeprefix("torch.")
+        reasons.append(f"dtype {name} is not float16 or bfloat16; cast q, k and v or use the triton backend")
+    if call.kv_dtype is not call.dtype or call.scales:
+        reasons.append("no float8 keys and values or k_scale/v_scale; use the triton backend")
+    return reasons
 
 
 def _head_dim_reasons(call: Call, hopper: bool) -> list[str]:
