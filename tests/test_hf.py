@@ -713,7 +713,7 @@ def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_tested_range_is_told(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr(mmattn.hf.transformers, "__version__", version)
     if version in ("4.57.1", "5.9.0"):
         with pytest.raises(ImportError, match=f"transformers >= 5.10, found {version} .*tested: 5.10 to 5.23"):
             mmattn.hf.register()

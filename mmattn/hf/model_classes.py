@@ -26,7 +26,7 @@ def knows_sdpa(config: Any) -> bool:
 
 def is_encoder(config: Any) -> bool:
     """Whether a config that can be of an encoder or a decoder says that it is of an encoder."""
-    return config is not None and vars(config).get("is_decoder") is False
+    return getattr(config, "is_decoder", None) is False
 
 
 @cache
