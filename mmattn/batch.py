@@ -43,7 +43,8 @@ def _say(x: Any) -> str:
 
 def check_tensor(name: str, x: Any, shape: tuple[int | None, ...], device: torch.device) -> None:
     """`x` must be an int32 tensor of `shape` (None = any size) on `device`."""
-    want = f"an int32 tensor of shape {[('*' if n is None else n) for n in shape]} on {device}"
+    sizes = ", ".join("any number" if n is None else str(n) for n in shape)
+    want = f"an int32 tensor of shape [{sizes}] on {device}"
     if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != len(shape) or x.device != device:
         raise ValueError(f"{name} must be {want}, got {_say(x)}")
     if any(n is not None and n != m for n, m in zip(shape, x.shape)):
@@ -170,6 +171,10 @@ class Batch:
                     "planning packed rows needs q, total_q or max_seqlen_q: lengths are not read from the device"
                 )
             max_seqlen_q = total_q if max_seqlen_q is None else max_seqlen_q
+            # On a CPU the values are at hand; the type tells real tensors from those of tracing.
+            if device.type == "cpu" and type(cu_seqlens_q) is Tensor and not torch.compiler.is_compiling():
+                if (end := int(cu_seqlens_q[-1])) > total_q:
+                    raise ValueError(f"cu_seqlens_q ends at {end}, but there are only {total_q} rows")
         else:
             if q_shape is not None:
                 seqlen_q = q_shape[-3]

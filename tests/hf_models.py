@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
+
+from . import hf_table
 
 WINDOW = 8
 VOCAB = 96
@@ -50,6 +53,8 @@ class TextModel:
 
     def build(self, gpu_sizes: bool = False) -> torch.nn.Module:
         """`gpu_sizes`: head dims and windows that GPU kernels are made for."""
+        if not hasattr(transformers, self.architecture):
+            pytest.skip(f"transformers {transformers.__version__} has no {self.architecture}")
         options = {**COMMON, **self.options}
         if gpu_sizes:
             options = {
@@ -287,6 +292,8 @@ def document() -> str:
     lines += [
         f"Each one is tested for: {checks(tests.TestVision)}. {layouts}",
         "\n".join([head, *vision]),
+        DOCUMENT_REFUSED,
+        hf_table.document(),
         DOCUMENT_TAIL,
     ]
     return "\n\n".join(lines) + "\n"
@@ -296,8 +303,7 @@ DOCUMENT_HEAD = """# Models
 
 <!-- Made by `python -m tests.hf_models > docs/models.md` from the table of the tests; `tests/test_hf_models.py` checks it. -->
 
-`import mmattn.hf; mmattn.hf.register()` makes `attn_implementation="mmattn"` work for models of transformers 5 (5.17 or
-newer), with no change to the model:
+`import mmattn.hf; mmattn.hf.register()` makes `attn_implementation="mmattn"` work for models of transformers 5 (5.10 to 5.23 are tested), with no change to the model:
 
 ```python
 import mmattn.hf
@@ -326,19 +332,27 @@ transformers composes a mask from small closures. mmattn reads them as a `Mask` 
 object that looks like the usual 4-D tensor but holds one key interval per row: 256 KiB instead of 1 GiB for 32k x 32k. A
 closure that it does not know is evaluated in row chunks and kept if every row sees one interval. A mask that is not one
 interval per row is refused when a layer uses it, with the model, the layer and the row in the message;
-`register(fallback="sdpa")` runs such layers with sdpa and a dense mask instead, and logs it.
+`register(fallback="sdpa")` runs such layers with sdpa and a dense mask instead, and logs it. `MMATTN_DEBUG=1` compares about 64
+rows of every mask with what the closures of the installed transformers give, and raises where they differ.
 
 The models below match eager attention with tiny random weights, on the CPU in every run of the tests;
 `tests/test_hf_gpu.py` has them on a GPU in bfloat16. A test fails if the model took another attention, evaluated a mask or built a dense one."""
 
-DOCUMENT_TAIL = """## What is refused
+DOCUMENT_REFUSED = """## What is refused
 
-* Several key ranges in one row: a 2-D `attention_mask` with a hole between two valid tokens (right-padded prompts that are
-  then continued), Molmo 2 with more than one image (all image tokens share one block), R-SWA (Unlimited-OCR).
+* Several key ranges in one row: a 2-D `attention_mask` with a hole that a row sees both sides of (right-padded prompts that are
+  then continued; with a window, later rows are fine again), Molmo 2 with more than one image (all image tokens share one block),
+  R-SWA (Unlimited-OCR). A 4-D mask of the user, bool or float, is read once and kept if every row sees one interval; else the
+  message names the row. In a float mask 0 is visible and -10000 or less is hidden; anything between is a bias and refused.
+* A model that calculates with its mask: adds it to scores of its own, joins it with others, looks into it, writes into it. The mask has no elements to
+  give, so the operator raises, with the class of the model. Where only a part of a model does that, the rest can still run with
+  mmattn: `attn_implementation={"text_config": "mmattn", "vision_config": "sdpa"}`, with the names of its sub-configs. With
+  `register(fallback="sdpa")` such models get a dense mask of the kind they are written for; only writes stay refused.
 * Dropout in training, `output_attentions=True`, position biases, dense masks that differ between heads.
-* Continuous batching in transformers, which only knows its own attention functions.
+* Models that pick their attention from a table of their own instead of asking transformers' `AttentionInterface`.
+* Continuous batching in transformers, which only knows its own attention functions."""
 
-## Where transformers and vLLM differ
+DOCUMENT_TAIL = """## Where transformers and vLLM differ
 
 mmattn follows transformers when it runs a transformers model. Whoever passes spans directly chooses.
 
@@ -351,7 +365,7 @@ mmattn follows transformers when it runs a transformers model. Whoever passes sp
 | row-separator tokens inside an image | by token type | split the image into several spans |
 | bidirectional sliding window `W` | `abs(q - k) <= W`, 2W + 1 keys | `abs(q - k) < W` |
 | Llama 4 chunks of a left-padded row | counted from its first real token | rows are not padded |
-| rows of padding tokens | eager averages all values, mmattn gives 0; nothing reads either | rows are not padded |
+| rows of padding tokens | eager averages all values, sdpa and mmattn give 0. Who reads them: a loss whose labels are not -100 there, and recurrent layers (Mamba hybrids) that do not zero them | rows are not padded |
 | documents packed in one row | told apart by `position_ids` that restart (no 2-D mask, no cache), or by `cu_seq_lens_q` | one request each |
 
 Packed documents with images use the block ids of transformers as they are: they count positions from the start of the row,

@@ -705,10 +705,124 @@ def test_registration_refuses(options: dict[str, str]) -> None:
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf, "sdpa_mask", lambda batch_size, cache_position, kv_length: None)
-    with pytest.raises(ImportError, match="transformers >= 5.17"):
+    with pytest.raises(ImportError, match="transformers >= 5.10"):
         mmattn.hf.register()
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.9.0", "5.10.0.dev0", "5.23.4", "5.24.0", "6.0.0rc1"])
+def test_the_tested_range_is_told(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mmattn.hf.transformers, "__version__", version)
+    if version in ("4.57.1", "5.9.0"):
+        with pytest.raises(ImportError, match=f"transformers >= 5.10, found {version} .*tested: 5.10 to 5.23"):
+            mmattn.hf.register()
+        return
+    with caplog.at_level(logging.WARNING, "mmattn.hf"):
+        mmattn.hf.register()
+    assert ("newer than what mmattn.hf was tested with" in caplog.text) is (version in ("5.24.0", "6.0.0rc1"))
 
 
 def test_import_mmattn_does_not_import_transformers() -> None:
     code = "import sys, mmattn, mmattn.spans; sys.exit(any(m in sys.modules for m in ('transformers', 'mmattn.hf')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("without", "run", "message"),
+    [
+        ("transformers", "import mmattn.hf", "mmattn.hf needs transformers: pip install 'mmattn[hf]'"),
+        (
+            "safetensors",
+            "from mmattn.dflash.weights import read_tensors; import pathlib; read_tensors(pathlib.Path('.'))",
+            "reading .safetensors needs safetensors: pip install 'mmattn[hf]'",
+        ),
+        ("click", "sys.argv = ['-m']; import bench.run", "needs click: pip install 'mmattn[bench]'"),
+        ("rich", "import runpy; runpy.run_module('mmattn', run_name='__main__')", "needs rich: pip install 'mmattn[demo]'"),
+    ],
+)  # fmt: skip
+def test_a_missing_extra_is_named(without: str, run: str, message: str) -> None:
+    code = f"import sys; sys.modules[{without!r}] = None; {run}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and result.stderr.strip().splitlines()[-1].endswith(message), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "option"), [("GPTJ", {"n_embd": 32, "n_head": 2, "n_layer": 1, "rotary_dim": 8}), ("Falcon", {})]
+)
+def test_a_model_with_a_table_of_its_own_says_so(family: str, option: dict[str, int]) -> None:
+    """It would end in `KeyError: 'mmattn'`."""
+    import transformers
+
+    mmattn.hf.register()
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=16, **(option or {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1})
+    )
+    with pytest.raises(mmattn.UnsupportedError, match=f"{family}ForCausalLM .*table of its own.*'mmattn'"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="mmattn")
+    with pytest.raises(KeyError, match="something_else"):
+        explained = mmattn.hf.model_classes._explaining(lambda cls: {}["something_else"], {"mmattn"})
+        explained(object)
+
+
+def test_a_mask_for_one_row_serves_all(window_mask: IntervalMask) -> None:
+    """`[B, 1, 1, K]`: padding of the keys, for any number of queries."""
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 13, 8), torch.randn(2, 4, 13, 8)
+    call, row = mmattn.hf.attention.attention_function, window_mask[:, :, -1:]
+    visible = row.dense()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+    for mask in (row, visible, torch.zeros(visible.shape).masked_fill(~visible, -10000.0)):
+        torch.testing.assert_close(call(layer(), q, k, v, mask)[0], expected)
+
+
+def test_padding_with_holes_that_no_row_sees_twice() -> None:
+    """Right-padded prompts that are continued: with a window, later rows see one range again."""
+    padding = torch.ones(1, 40, dtype=torch.bool)
+    padding[0, 10:18] = False
+    args = dict(
+        batch_size=1, kv_length=40, attention_mask=padding, mask_function=hf.sliding_window_causal_mask_function(6)
+    )
+    later = intervals(q_length=17, q_offset=23, **args)
+    assert later.about.refusal is None
+    assert_same(later, dense(q_length=17, q_offset=23, **args))
+    assert intervals(q_length=40, q_offset=0, **args).about.refusal is None
+    args["mask_function"] = hf.causal_mask_function
+    assert "row 23 of sequence 0 sees 2 separate key ranges (0..9, 18..23)" in str(
+        intervals(q_length=17, q_offset=23, **args).about.refusal
+    )
+
+
+def test_cross_attention() -> None:
+    """Decoder rows over encoder keys, with the encoder's padding and without a mask."""
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 13, 8), torch.randn(2, 4, 13, 8)
+    call, sdpa = mmattn.hf.attention.attention_function, torch.nn.functional.scaled_dot_product_attention
+    padding = torch.ones(2, 13, dtype=torch.bool)
+    padding[1, 9:] = False
+    mask = intervals(
+        batch_size=2, q_length=5, kv_length=13, attention_mask=padding, mask_function=hf.bidirectional_mask_function
+    )
+    expected = sdpa(q, k, v, attn_mask=padding[:, None, None]).transpose(1, 2)
+    torch.testing.assert_close(call(layer(is_causal=False), q, k, v, mask)[0], expected)
+    torch.testing.assert_close(call(layer(is_causal=False), q, k, v, None)[0], sdpa(q, k, v).transpose(1, 2))
+
+
+def test_an_encoder_without_a_mask_that_says_is_causal_is_refused() -> None:
+    """Eager attention shows such rows everything, sdpa what is before them (BridgeTower's image layers)."""
+    module = layer(config=type("Config", (), {})())
+    module.config.is_decoder = False
+    x = torch.randn(1, 2, 4, 8)
+    with pytest.raises(mmattn.UnsupportedError, match="is_decoder=False"):
+        mmattn.hf.attention.attention_function(module, x, x, x, None)
+    mmattn.hf.attention.attention_function(module, x[:, :, :1], x, x, None)
+    module.config.is_decoder = True
+    mmattn.hf.attention.attention_function(module, x, x, x, None)
+
+
+def test_a_dense_mask_that_is_something_else_runs_with_the_fallback() -> None:
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 8)
+    call, sdpa = mmattn.hf.attention.attention_function, torch.nn.functional.scaled_dot_product_attention
+    for mask in (torch.randn(1, 1, 9, 9), torch.randn(2, 4, 9, 9), torch.rand(2, 1, 9, 9) > 0.5):
+        with pytest.raises(mmattn.UnsupportedError):
+            call(layer(), q, k, v, mask)
+        out = call(layer(), q, k, v, mask, fallback="sdpa")[0]
+        torch.testing.assert_close(out, sdpa(q, k, v, attn_mask=mask).transpose(1, 2))

@@ -82,9 +82,7 @@ def mask_embedding_file(path: Path) -> Path | None:
 def _read_mask_embedding(file: Path) -> tuple[Tensor, int | None]:
     held: Any
     if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as reader:
+        with _safetensors().safe_open(file, framework="pt") as reader:
             held = {name: reader.get_tensor(name) for name in reader.keys()}
             metadata = reader.metadata() or {}
         if "mask_token_id" in metadata:
@@ -104,6 +102,16 @@ def _read_mask_embedding(file: Path) -> tuple[Tensor, int | None]:
     if held_id is not None and not isinstance(held_id, int):
         raise ValueError(f"mask_token_id in {file} must be an integer, got {held_id!r}")
     return held["embedding"], held_id
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError(
+            "reading .safetensors needs safetensors: pip install 'mmattn[hf]'", name="safetensors"
+        ) from None
+    return safetensors
 
 
 def shard_sinks(sinks: Tensor, rank: int, world: int) -> Tensor:
@@ -160,8 +168,7 @@ def _files(directory: Path) -> list[Path]:
 
 def tensor_names(directory: Path) -> set[str]:
     """Names of the tensors of a checkpoint directory, from the headers of its files."""
-    from safetensors import safe_open
-
+    safe_open = _safetensors().safe_open
     names: set[str] = set()
     for file in _files(directory):
         with safe_open(file, framework="pt") as reader:
@@ -171,8 +178,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint directory."""
-    from safetensors.torch import load_file
-
+    load_file = _safetensors().torch.load_file
     files = _files(directory)
     if not files:
         raise FileNotFoundError(f"{directory} holds no .safetensors file")

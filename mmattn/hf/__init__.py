@@ -11,17 +11,44 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from typing import Any
 
-import transformers
+try:
+    import transformers
+except ImportError:
+    raise ImportError("mmattn.hf needs transformers: pip install 'mmattn[hf]'", name="transformers") from None
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .. import dispatch
 from .attention import attention_function
 from .intervals import IntervalMask
 from .masks import mask_function
+from .model_classes import explain_missing_names
 
 __all__ = ["IntervalMask", "register"]
+
+log = logging.getLogger(__name__)
+
+
+TESTED = (5, 10), (5, 23)
+"""The oldest and the newest release of transformers that the tests were run with."""
+
+
+def _check_version() -> None:
+    found = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    oldest, newest = (".".join(map(str, version)) for version in TESTED)
+    if found < TESTED[0] or "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+        raise ImportError(
+            f"mmattn.hf needs transformers >= {oldest}, found {transformers.__version__} (tested: {oldest} to {newest}): "
+            f"pip install 'transformers>={oldest},<6'"
+        )
+    if found > TESTED[1]:
+        log.warning(
+            "transformers %s is newer than what mmattn.hf was tested with (%s to %s). MMATTN_DEBUG=1 compares its masks",
+            transformers.__version__, oldest, newest,
+        )  # fmt: skip
 
 
 def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | None = None) -> None:
@@ -36,12 +63,9 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
 
     Raises:
         ValueError: a name or an option that cannot be.
-        ImportError: a transformers whose masks know no `q_length` (before 5.4; the tests run with 5.17 and newer).
+        ImportError: a transformers before `TESTED`. With one after it the log has a warning.
     """
-    if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-        raise ImportError(
-            f"mmattn.hf needs transformers >= 5.17, found {transformers.__version__}; upgrade transformers"
-        )
+    _check_version()
     if not name or any(part in name.lower() for part in ("flash", "flex", "sdpa", "eager", "/", "|")):
         raise ValueError(f"name={name!r} means something else to transformers; choose another, such as 'mmattn'")
     dispatch.check_name(backend)
@@ -56,3 +80,4 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_mask)
+    explain_missing_names(name)

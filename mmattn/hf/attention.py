@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..attention import attention
 from ..dispatch import UnsupportedError
 from ..mask import Mask
-from .intervals import About, IntervalMask, rows_in_chunks
-from .model_classes import model_name
+from .intervals import HIDDEN, About, IntervalMask, rows_in_chunks
+from .model_classes import is_encoder, model_name
 from .traced import traced_dense, traced_plan
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def attention_function(
 
     Args:
         query: `[B, Hq, Q, D]`; key: `[B, Hkv, K, D]`; value: `[B, Hkv, K, Dv]`, strided as the model has them.
-        attention_mask: an `IntervalMask`; a dense `[B, 1, Q, K]` mask (bool, or float of zeros and minus infinities)
+        attention_mask: an `IntervalMask`; a dense `[B, 1, Q, K]` mask (bool, or float of zeros and numbers up to `HIDDEN`)
             that is one key interval per row; or None.
         is_causal, sliding_window: only used without a mask, which holds them already. The window is then
             `q - k < sliding_window`, on both sides where not causal.
@@ -73,6 +73,11 @@ def attention_function(
 
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if causal and is_causal is None and q.shape[1] > 1 and is_encoder(getattr(module, "config", None)):
+            raise UnsupportedError(
+                f"{where}: no attention mask came, the module says is_causal and its config is_decoder=False: eager attention "
+                "of transformers lets such rows see all keys, sdpa only those before them. Load this model with the one you trust"
+            )
         mask = Mask(causal=causal, window_left=None if sliding_window is None else sliding_window - 1)
         if cu_seqlens is not None:
             return _packed(where, q, k, v, mask, cu_seqlens, kwargs, options), None
@@ -188,7 +193,7 @@ def _from_dense(where: str, mask: Tensor, want: tuple[int, int, int, int], fallb
     if heads > 1 and not bool((mask == mask[:, :1]).all()):
         problem = "the attention mask differs between heads"
     elif mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        hidden = mask <= HIDDEN
         visible = (~hidden).expand(want[0], heads, *want[2:])
         if not bool((hidden | (mask == 0)).all()):
             problem = "the attention mask holds biases, not only zeros and minus infinities"

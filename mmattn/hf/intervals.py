@@ -19,6 +19,8 @@ from ..plan import Plan, plan_key
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
+HIDDEN = -10000.0
+"""An additive mask hides a key with this or less: what older models use, and far beyond any score."""
 CHUNK_ELEMENTS = 2**24
 """Row chunks of a dense mask hold about this many elements."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 from transformers import PreTrainedModel
+
+from ..dispatch import UnsupportedError
 
 
 def model_name(config: Any) -> str:
@@ -22,10 +24,49 @@ def knows_sdpa(config: Any) -> bool:
     return config is None or _knows_sdpa(kind)
 
 
+def is_encoder(config: Any) -> bool:
+    """Whether a config that can be of an encoder or a decoder says that it is of an encoder."""
+    return getattr(config, "is_decoder", None) is False
+
+
 @cache
 def _knows_sdpa(config_class: Any) -> bool:
     known = [model._supports_sdpa for model in _subclasses(PreTrainedModel) if model.config_class is config_class]
     return any(known) or not known
+
+
+def explain_missing_names(name: str) -> None:
+    """Lets models that look `name` up in a table of their own say so.
+
+    Some models choose a class from a dict by the name of the attention and never ask `AttentionInterface`; loading one
+    would end in a bare `KeyError: 'mmattn'`. Wraps the two ways of loading a model, once for each name.
+    """
+    for loader in ("_from_config", "from_pretrained"):
+        known = vars(PreTrainedModel)[loader].__func__
+        names = getattr(known, "mmattn_names", None)
+        if names is not None:
+            names.add(name)
+        else:
+            setattr(PreTrainedModel, loader, classmethod(_explaining(known, {name})))
+
+
+def _explaining(load: Any, names: set[str]) -> Any:
+    @wraps(load)
+    def loaded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(cls, *args, **kwargs)
+        except KeyError as error:
+            if error.args and isinstance(error.args[0], str) and error.args[0] in names:
+                raise UnsupportedError(
+                    f"{cls.__name__} (or a part of it) picks its attention from a table of its own, which has no "
+                    f"{error.args[0]!r}: it never asks transformers' AttentionInterface, so mmattn cannot run it. Load it "
+                    'with attn_implementation="eager" or "sdpa"; where only a part does that, give that sub-config '
+                    'another one, as in attn_implementation={"text_config": "mmattn", "vision_config": "eager"}'
+                ) from error
+            raise
+
+    loaded.mmattn_names = names  # type: ignore[attr-defined]
+    return loaded
 
 
 def _subclasses(of: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from transformers import masking_utils as hf
 
 from ..dispatch import UnsupportedError
 from ..plan import Plan
-from .intervals import About, IntervalMask, plan_from_rows
+from .intervals import HIDDEN, About, IntervalMask, plan_from_rows
 
 _HOLES = (
     "mmattn: a row of the attention mask sees more than one range of keys; run the model without torch.compile to learn which, "
@@ -42,7 +42,7 @@ def traced_dense(mask: Tensor, want: tuple[int, int, int, int], about: About) ->
     """`attention._from_dense` in a graph: a 4-D mask, bool or of zeros and minus infinities, that a model made itself."""
     visible = mask
     if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        hidden = mask <= HIDDEN
         torch._assert_async(
             (hidden | (mask == 0)).all(),
             "mmattn: the attention mask holds biases, not only zeros and minus infinities; load the model with sdpa",
