@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 
+from . import scheduler
 from .version import check_version
 
 __all__ = ["register", "use"]
@@ -34,6 +35,12 @@ def register() -> None:
             AttentionBackendEnum.register(NAME, BACKEND)
         else:
             register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    try:
+        scheduler.install()
+    except (ImportError, AttributeError) as error:
+        log.warning(
+            "mmattn: this vLLM's scheduler is another one; MMATTN will refuse models with image spans (%s)", error
+        )
     if os.environ.get(CPU_VARIABLE, "0") not in ("", "0"):
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
 

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from ..engines import Step, fill_row_spans
+from . import scheduler as scheduling
 
 
 @dataclass(eq=False)
@@ -129,6 +130,14 @@ def refuse(vllm_config: Any) -> None:
             reasons.append(
                 "the rows of an image see all of it, so it cannot be split between steps: pass "
                 "disable_chunked_mm_input=True (--disable-chunked-mm-input); vLLM's CPU platform does not set it by itself"
+            )
+        if scheduler.long_prefill_token_threshold:
+            reasons.append(
+                "long_prefill_token_threshold could be less than an image, which then never runs; set it to 0"
+            )
+        if not scheduling.installed():
+            reasons.append(
+                "this vLLM's scheduler may split an image between steps (the log says why); install a tested version"
             )
         if getattr(parallel, "use_ubatching", False) or parallel.enable_dbo:
             reasons.append("micro-batches (--enable-dbo) lose vLLM's image spans; turn them off")

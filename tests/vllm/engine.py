@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,16 @@ def save(model: torch.nn.Module, folder: Path) -> Path:
     return folder
 
 
+def _known_here(folder: Path) -> None:
+    """Gives vLLM the model's class. Otherwise it asks a process of its own about it, which imports all of vLLM again."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _VLLM_MODELS
+
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    module, name = _VLLM_MODELS[architecture][:2]
+    ModelRegistry.register_model(architecture, getattr(import_module(f"vllm.model_executor.models.{module}"), name))
+
+
 @contextmanager
 def engine(folder: Path, *, mmattn_backend: bool = True, **options: Any):
     """vLLM's engine over a checkpoint, in float32 in this process, with mmattn or with vLLM's own CPU attention."""
@@ -64,6 +76,7 @@ def engine(folder: Path, *, mmattn_backend: bool = True, **options: Any):
         model=str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=512,
         block_size=BLOCK, max_num_seqs=8, enable_prefix_caching=False, seed=0, disable_log_stats=True,
     )  # fmt: skip
+    _known_here(folder)
     mmattn.vllm.use(mmattn_backend)
     llm = LLM(**{**settings, **options})
     try:

@@ -8,7 +8,10 @@ python=${2:-python3}
 
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install -r tests/vllm/requirements.txt
-# The registry's builds of these three are for CUDA and break the import of transformers beside torch for the CPU.
-"$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec
+# These two are built for CUDA and break the import of transformers beside torch for the CPU; nothing here needs them.
+"$venv/bin/python" -m pip uninstall -y torchaudio torchcodec
+# So is torchvision, but vLLM's Gemma models import its Python part, which works alone: only the file that describes its
+# compiled operators to torch stops the import.
+: > "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py"
 "$venv/bin/python" -m pip install --no-deps -e .
 touch "$venv/.installed"

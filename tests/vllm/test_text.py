@@ -25,7 +25,10 @@ MODELS: dict[str, tuple[str, Any]] = {
         "GptOssForCausalLM",
         lambda: transformers.GptOssConfig(
             **SIZES, num_hidden_layers=2, head_dim=HEAD_DIM, sliding_window=WINDOW, layer_types=ALTERNATING[:2],
-            num_local_experts=4, num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(
+                rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+                original_max_position_embeddings=256,
+            ),
         ),
     ),
 }  # fmt: skip
