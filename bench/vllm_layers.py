@@ -171,9 +171,9 @@ def run_case(case: Case, device: torch.device, dtype: torch.dtype, rounds: int, 
             row["host_us"] = round(host_us(calls[name], device), 1)
         if case.decode:
             row["gb_s"] = round(counted.gb_s(time.ms), 1)
-    ms = [results[name].get("ms") for name in ("vllm-triton", "mmattn-vllm")]
-    if all(ms):
-        results["mmattn-vllm"]["speedup"] = round(ms[0] / ms[1], 2)
+    theirs, ours = (results[name].get("ms") for name in ("vllm-triton", "mmattn-vllm"))
+    if theirs is not None and ours is not None:
+        results["mmattn-vllm"]["speedup"] = round(theirs / ours, 2)
     return list(results.values())
 
 

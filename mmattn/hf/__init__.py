@@ -18,6 +18,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .. import dispatch
+from . import paged
 from .attention import attention_function
 from .intervals import IntervalMask
 from .masks import mask_function
@@ -52,7 +53,14 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
     # Masks and plans are host objects: torch.compile steps around both functions.
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cache") is not None:  # continuous batching
+            return paged.attention_function(*args, backend=backend, **kwargs)
         return attention_function(*args, backend=backend, fallback=fallback, **kwargs)
 
+    @torch.compiler.disable
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        return None if paged.running() else mask_function(*args, **kwargs)
+
     AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, torch.compiler.disable(mask_function))
+    AttentionMaskInterface.register(name, mask)
+    paged.allow(name)

@@ -1,4 +1,4 @@
-"""Text models in vLLM's engine equal transformers with eager attention."""
+"""Text models in vLLM's engine equal transformers with eager attention: chunks, mixed batches, prefix cache, preemption."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import transformers
 
-from .engine import ALTERNATING, HEAD_DIM, SIZES, WINDOW, ask, check, eager, engine, load_eager, prompts, save
+from .engine import ALTERNATING, HEAD_DIM, SIZES, WINDOW, Answer, ask, check, eager, engine, load_eager, prompts, save
 
-GEMMA3 = dict(SIZES, num_hidden_layers=4, head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM, sliding_window=WINDOW, layer_types=ALTERNATING)  # fmt: skip
+GEMMA: dict[str, Any] = dict(
+    SIZES, num_hidden_layers=4, head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM, sliding_window=WINDOW,
+    layer_types=ALTERNATING,
+)  # fmt: skip
 MODELS: dict[str, tuple[str, Any]] = {
-    "gemma3": ("Gemma3ForCausalLM", lambda: transformers.Gemma3TextConfig(**GEMMA3)),
+    "gemma3": ("Gemma3ForCausalLM", lambda: transformers.Gemma3TextConfig(**GEMMA)),
     "gemma2": (
         "Gemma2ForCausalLM",
-        lambda: transformers.Gemma2Config(**GEMMA3, attn_logit_softcapping=3.0, final_logit_softcapping=None),
+        lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=3.0, final_logit_softcapping=None),
     ),
     "mistral": (
         "MistralForCausalLM",
@@ -25,7 +28,8 @@ MODELS: dict[str, tuple[str, Any]] = {
         "GptOssForCausalLM",
         lambda: transformers.GptOssConfig(
             **SIZES, num_hidden_layers=2, head_dim=HEAD_DIM, sliding_window=WINDOW, layer_types=ALTERNATING[:2],
-            num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(
+            num_local_experts=4, num_experts_per_tok=2,
+            rope_parameters=dict(
                 rope_type="yarn", rope_theta=1e4, factor=4.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                 original_max_position_embeddings=256,
             ),
@@ -35,16 +39,62 @@ MODELS: dict[str, tuple[str, Any]] = {
 PROMPTS = prompts(3, 150, 64, 97, 1, 33)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    architecture, config = MODELS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    return save(getattr(transformers, architecture)(config()), folder), architecture
-
-
-def test_text(model: tuple[Path, str]) -> None:
-    folder, architecture = model
+def make(name: str, folder: Path) -> list[Answer]:
+    """Writes a checkpoint; what transformers says to the prompts."""
+    architecture, config = MODELS[name]
+    save(getattr(transformers, architecture)(config()), folder)
     reference = load_eager(folder, architecture)
-    want = [eager(reference, ids) for ids in PROMPTS]
-    with engine(folder, max_num_batched_tokens=64) as llm:
+    return [eager(reference, ids) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt-oss"])
+def test_model(name: str, tmp_path: Path) -> None:
+    """Softcap; a window on every layer; sinks. Chunks of at most 64 tokens, with decode rows beside them."""
+    want = make(name, tmp_path)
+    with engine(tmp_path, max_num_batched_tokens=64) as llm:
         check(ask(llm, PROMPTS), want)
+
+
+class TestGemma3:
+    @pytest.fixture(scope="class")
+    def gemma3(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Answer]]:
+        folder = tmp_path_factory.mktemp("gemma3")
+        return folder, make("gemma3", folder)
+
+    @pytest.mark.parametrize("tokens", [13, 512])
+    def test_chunks(self, gemma3: tuple[Path, list[Answer]], tokens: int) -> None:
+        """Chunks that fit no block, and whole prompts."""
+        folder, want = gemma3
+        with engine(folder, max_num_batched_tokens=tokens) as llm:
+            check(ask(llm, PROMPTS), want)
+
+    def test_prefix_cache_and_preemption(
+        self, gemma3: tuple[Path, list[Answer]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Prompts come back, and there are too few blocks for all of them."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        folder, want = gemma3
+        preempted: list[str] = []
+        theirs = Scheduler._preempt_request
+
+        def preempt(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request.request_id)
+            return theirs(self, request, *args, **kwargs)
+
+        monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
+        options = dict(enable_prefix_caching=True, num_gpu_blocks_override=24, max_num_batched_tokens=64)
+        with engine(folder, **options) as llm:
+            again = [1, 3, 2]
+            tokens = [Answer(a.tokens, []) for a in want]
+            check(ask(llm, PROMPTS, logprobs=False), tokens)
+            check(ask(llm, [PROMPTS[i] for i in again], logprobs=False), [tokens[i] for i in again])
+            cached = llm.generate([{"prompt_token_ids": PROMPTS[1]}], sampling(), use_tqdm=False)[0].num_cached_tokens
+        assert cached and cached >= 96, cached
+        assert preempted
+
+
+def sampling() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)

@@ -62,6 +62,30 @@ def gemma3(folder: Path, window: int) -> Path:
     return folder
 
 
+def gemma4(folder: Path, window: int, kv_shared: int = 0) -> Path:
+    """Images of 64 tokens, whatever their size: the fewest that its processor knows."""
+    text = _text(
+        window, global_head_dim=2 * HEAD_DIM, use_bidirectional_attention="vision", num_kv_shared_layers=kv_shared,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=SIZES["vocab_size"],
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        patch_size=2, pooling_kernel_size=2, position_embedding_size=16, default_output_length=70,
+    )  # fmt: skip
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=vision, audio_config=None, image_token_id=IDS["image"], boi_token_id=IDS["boi"],
+        eoi_token_id=IDS["eoi"], video_token_id=IDS["video"], audio_token_id=IDS["audio"], boa_token_id=IDS["boa"],
+    )  # fmt: skip
+    save(transformers.Gemma4ForConditionalGeneration(config), folder)
+    sizes: dict[str, Any] = dict(patch_size=2, pooling_kernel_size=2, max_soft_tokens=70)
+    transformers.Gemma4Processor(
+        feature_extractor=transformers.Gemma4AudioFeatureExtractor(),
+        image_processor=transformers.Gemma4ImageProcessor(**sizes), tokenizer=tokenizer(),
+        video_processor=transformers.Gemma4VideoProcessor(**sizes), image_seq_length=70,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
 def _rename(folder: Path, prefix: str, published: str) -> None:
     """Names weights as published checkpoints have them: transformers reads these too, vLLM no others."""
     path = folder / "model.safetensors"
