@@ -10,13 +10,13 @@ import torch
 
 pytest.importorskip("transformers.generation.continuous_batching")
 
-from transformers import GenerationConfig  # noqa: E402
-from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-import mmattn.hf  # noqa: E402
-from mmattn.hf import paged  # noqa: E402
+import mmattn.hf
+from mmattn.hf import paged
 
-from .hf_models import TEXT_MODELS, VOCAB  # noqa: E402
+from .hf_models import TEXT_MODELS, VOCAB
 
 OWN = {"Gemma 3 text": "sdpa", "Mistral": "sdpa", "Qwen 3": "sdpa", "gpt-oss": "paged|eager"}
 """transformers' sdpa has no sinks."""
@@ -37,7 +37,9 @@ def build(name: str, **options: Any) -> Any:
 def run(model: Any, implementation: str, **config: Any) -> list[list[int]]:
     mmattn.hf.register()
     model.set_attn_implementation(implementation)
-    settings = dict(page_size=16, num_blocks=64, max_batch_tokens=24, use_async_batching=False, auto_switch_to_flash=False)
+    settings = dict(
+        page_size=16, num_blocks=64, max_batch_tokens=24, use_async_batching=False, auto_switch_to_flash=False
+    )
     generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
     answers = model.generate_batch(
         prompts(), generation_config=generation,

@@ -44,7 +44,8 @@ def allow(name: str) -> None:
     _names.add(name)
     try:
         api, setup, cache, runner = (
-            import_module(f"{_PACKAGE}.{module}") for module in ("continuous_api", "initialization", "cache", "model_runner")
+            import_module(f"{_PACKAGE}.{module}")
+            for module in ("continuous_api", "initialization", "cache", "model_runner")
         )
         _patch_names((api, setup, cache))
         _patch_decode(setup)
@@ -63,7 +64,10 @@ def _patch_names(modules: tuple[Any, ...]) -> None:
 
         @functools.wraps(theirs)
         def requested(
-            config: Any = None, requested_attention_implementation: Any = None, version: Any = None, theirs: Any = theirs
+            config: Any = None,
+            requested_attention_implementation: Any = None,
+            version: Any = None,
+            theirs: Any = theirs,
         ) -> Any:
             name = requested_attention_implementation if config is None else config._attn_implementation
             if name in _names and version is None:
