@@ -336,7 +336,7 @@ DOCUMENT_TAIL = """## What is refused
 * Several key ranges in one row: a 2-D `attention_mask` with a hole between two valid tokens (right-padded prompts that are
   then continued), Molmo 2 with more than one image (all image tokens share one block), R-SWA (Unlimited-OCR).
 * Dropout in training, `output_attentions=True`, position biases, dense masks that differ between heads.
-* Continuous batching in transformers, which only knows its own attention functions.
+* Images in transformers' continuous batching, which takes text only ([docs/vllm.md](vllm.md#other-engines)).
 
 ## Where transformers and vLLM differ
 
