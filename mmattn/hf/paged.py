@@ -110,7 +110,7 @@ def _patch_runner(cls: Any) -> None:
         finally:
             _state.running = False
 
-    compute_batch.mmattn = True
+    compute_batch.mmattn = True  # type: ignore[attr-defined]
     cls.compute_batch = compute_batch
 
 
