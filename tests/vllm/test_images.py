@@ -11,7 +11,7 @@ from mmattn.engines import SplitSpanError
 from mmattn.vllm import builder, scheduler
 
 from . import vision
-from .engine import NEW_TOKENS, Answer, ask, check, engine, load_eager
+from .engine import HEAD_DIM, NEW_TOKENS, Answer, ask, check, engine, load_eager
 from .vision import IMAGE_TOKENS, Prompt
 
 IMAGES: dict[str, Any] = dict(
@@ -93,8 +93,8 @@ def test_gemma4_with_images_longer_than_the_window(
     tmp_path: Path, separate_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images of 64 tokens in a window of 40, on sliding layers only: the model clears the spans of its global layers in
-    every step, also where both kinds of layers share a group. In separate groups the last two layers share keys and values
-    (which vLLM 0.32 cannot do in one group)."""
+    every step, also where both kinds of layers, of one head dim, share a group. In separate groups the last two layers share
+    keys and values (which vLLM 0.32 cannot do in one group)."""
     groups: list[int] = []
     theirs = builder.MMAttentionMetadataBuilder.__init__
 
@@ -103,7 +103,8 @@ def test_gemma4_with_images_longer_than_the_window(
         theirs(self, spec, layers, *args)
 
     monkeypatch.setattr(builder.MMAttentionMetadataBuilder, "__init__", count)
-    folder = vision.gemma4(tmp_path, window=40, kv_shared=2 if separate_groups else 0)
+    shape = dict(kv_shared=2) if separate_groups else dict(global_head_dim=HEAD_DIM)
+    folder = vision.gemma4(tmp_path, window=40, **shape)
     layouts: list[list[int | str]] = [[5, "image", 9], [90], [30, "image", 3, "image", 30], ["image", 1]]
     asked = [Prompt(layout, seed=10 * i, marker="<image>") for i, layout in enumerate(layouts)]
     reference = load_eager(folder, "Gemma4ForConditionalGeneration")

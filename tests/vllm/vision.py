@@ -62,10 +62,10 @@ def gemma3(folder: Path, window: int) -> Path:
     return folder
 
 
-def gemma4(folder: Path, window: int, kv_shared: int = 0) -> Path:
+def gemma4(folder: Path, window: int, *, global_head_dim: int = 2 * HEAD_DIM, kv_shared: int = 0) -> Path:
     """Images of 64 tokens, whatever their size: the fewest that its processor knows."""
     text = _text(
-        window, global_head_dim=2 * HEAD_DIM, use_bidirectional_attention="vision", num_kv_shared_layers=kv_shared,
+        window, global_head_dim=global_head_dim, use_bidirectional_attention="vision", num_kv_shared_layers=kv_shared,
         hidden_size_per_layer_input=8, vocab_size_per_layer_input=SIZES["vocab_size"],
     )  # fmt: skip
     vision = dict(
