@@ -26,13 +26,16 @@ def whole_images(features: list[Any], computed: int, new: int) -> int:
 
 def wanted(vllm_config: Any) -> bool:
     """Whether this engine runs mmattn, on a model with such images."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     from . import CPU_VARIABLE, NAME
 
     model, choice = vllm_config.model_config, vllm_config.attention_config
     if model is None or not model.is_mm_prefix_lm:
         return False
     chosen = [choice.backend, *(choice.backend_per_kind or {}).values()]
-    if any(backend is not None and backend.name in (NAME, "CUSTOM") for backend in chosen):
+    ours = NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
+    if any(backend is not None and backend.name == ours for backend in chosen):
         return True
     return vllm_config.device_config.device_type == "cpu" and os.environ.get(CPU_VARIABLE, "0") not in ("", "0")
 

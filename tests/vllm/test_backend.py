@@ -319,3 +319,23 @@ class TestScheduler:
     def test_chunks_end_outside_of_images(self, computed: int, new: int, want: int) -> None:
         images = [self.image(10, 20), self.image(40, 8)]
         assert scheduler.whole_images(images, computed, new) == want
+
+    def test_only_for_engines_that_run_mmattn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mmattn.vllm.register()
+        monkeypatch.delenv(mmattn.vllm.CPU_VARIABLE, raising=False)
+
+        def wanted(device: str, spans: bool, backend: Any, **kinds: Any) -> bool:
+            return scheduler.wanted(
+                SimpleNamespace(
+                    model_config=SimpleNamespace(is_mm_prefix_lm=spans), device_config=SimpleNamespace(device_type=device),
+                    attention_config=SimpleNamespace(backend=backend, backend_per_kind=kinds),
+                )
+            )  # fmt: skip
+
+        ours = AttentionBackendEnum["MMATTN"]
+        assert wanted("cuda", True, ours) and wanted("cuda", True, None, sliding_window=ours)
+        assert not wanted("cuda", False, ours)
+        for other in (None, AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.CUSTOM):
+            assert not wanted("cuda", True, other)
+        monkeypatch.setenv(mmattn.vllm.CPU_VARIABLE, "1")
+        assert wanted("cpu", True, None) and not wanted("cuda", True, None)
