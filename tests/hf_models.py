@@ -350,7 +350,7 @@ DOCUMENT_REFUSED = """## What is refused
   `register(fallback="sdpa")` such models get a dense mask of the kind they are written for; only writes stay refused.
 * Dropout in training, `output_attentions=True`, position biases, dense masks that differ between heads.
 * Models that pick their attention from a table of their own instead of asking transformers' `AttentionInterface`.
-* Continuous batching in transformers, which only knows its own attention functions."""
+* Images in transformers' continuous batching, which takes text only ([docs/vllm.md](vllm.md#other-engines))."""
 
 DOCUMENT_TAIL = """## Where transformers and vLLM differ
 

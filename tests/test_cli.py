@@ -288,7 +288,7 @@ def test_without_transformers_the_demo_says_what_to_install(monkeypatch, layers)
     result = run("demo", "--device", "cpu", *([] if layers else ["--no-layers"]))
     assert shown == ([["torch"]] if layers else [])
     assert result.exit_code == (0 if layers else 1)
-    assert "needs transformers 5.17 or newer: pip install 'mmattn[demo,hf]'" in result.output
+    assert "needs transformers 5.10 or newer: pip install 'mmattn[demo,hf]'" in result.output
 
 
 def test_demo_with_both_parts_off_is_refused():

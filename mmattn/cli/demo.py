@@ -214,7 +214,7 @@ def demo(
         except ImportError as error:
             if error.name != "transformers":
                 raise
-            text = f"the model needs transformers 5.17 or newer: pip install 'mmattn[demo,hf]' ({error})"
+            text = f"the model needs transformers 5.10 or newer: pip install 'mmattn[demo,hf]' ({error})"
             if not with_layers:
                 raise click.ClickException(text) from error
             click.echo(f"The second part did not run: {text}")

@@ -22,6 +22,7 @@ except ImportError:
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from .. import dispatch
+from . import paged
 from .attention import attention_function
 from .intervals import IntervalMask
 from .masks import mask_function
@@ -73,11 +74,14 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
         raise ValueError(f"fallback must be None or 'sdpa', got {fallback!r}")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cache") is not None:  # continuous batching
+            return paged.attention_function(*args, backend=backend, **kwargs)
         return attention_function(*args, backend=backend, fallback=fallback, **kwargs)
 
     def make_mask(**kwargs: Any) -> Any:
-        return mask_function(**kwargs, fallback=fallback)
+        return None if paged.running() else mask_function(**kwargs, fallback=fallback)
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_mask)
     explain_missing_names(name)
+    paged.allow(name)
