@@ -286,9 +286,8 @@ def _row_walk(
         if TMA:
             kt = k.load([k_at_row + n, k_at_column])
             vt = v.load([v_at_row + n, v_at_column])
-            if EDGE:
+            if EDGE:  # (of v only dp knows, and `visible` cuts that)
                 kt = tl.where(needed[:, None], kt, 0)
-                vt = tl.where(needed[:, None], vt, 0)
         else:
             k_at = k + n.to(tl.int64) * k_row + (keys[:, None] * k_row + d[None, :])
             v_at = v + n.to(tl.int64) * v_row + (keys[:, None] * v_row + dv_column[None, :])
@@ -306,10 +305,10 @@ def _row_walk(
                     vt = tl.load(v_at)
         s = _dot(q, kt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
         _, sloped = _weights(s, top[:, None], scale, cap, SOFTCAP)
-        if EDGE:
-            sloped = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), sloped, 0.0)
         dp = _dot(dout, vt.T, tl.zeros([q.shape[0], TILE_N], tl.float32), PRECISION)
         ds = sloped * (dp - delta[:, None])
+        if EDGE:
+            ds = tl.where((key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None]), ds, 0.0)
         dq = _dot(ds.to(kt.dtype), kt, dq, PRECISION)
     return dq
 

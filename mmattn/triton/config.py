@@ -80,8 +80,8 @@ class BackwardTiles(NamedTuple):
 _BACKWARD: dict[str, dict[tuple[int, int], BackwardTiles]] = {
     "sm90": {
         (64, 2): BackwardTiles(Tile(64, 128, 8, 3, tma=True), Tile(128, 64, 8, 3, tma=True)),
-        (128, 2): BackwardTiles(Tile(64, 128, 8, 2, tma=True), Tile(128, 64, 8, 2, tma=True)),
-        (256, 2): BackwardTiles(Tile(32, 64, 8, 2, tma=True), Tile(64, 64, 8, 2, tma=True)),
+        (128, 2): BackwardTiles(Tile(32, 128, 8, 2), Tile(128, 64, 8, 2, tma=True)),
+        (256, 2): BackwardTiles(Tile(32, 64, 8, 2), Tile(64, 32, 8, 2, tma=True)),
         (64, 4): BackwardTiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
         (128, 4): BackwardTiles(Tile(16, 32, 4, 2), Tile(32, 16, 4, 2)),
         (256, 4): BackwardTiles(Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
