@@ -48,4 +48,8 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No debug mode; and backends are tested that users do not get before they passed."""
+    from mmattn import dispatch
+
     monkeypatch.delenv("MMATTN_DEBUG", raising=False)
+    monkeypatch.setattr(dispatch, "UNCHECKED", frozenset())

@@ -312,7 +312,7 @@ def test_info_is_plain_text_with_reasons():
         assert text in result.output
     assert "\x1b" not in result.output and "\u2502" not in result.output
     assert "torch: can run this call" in result.output
-    assert "no backward yet, and an input requires grad" in result.output
+    assert "Gemma 4 sliding, inputs require grad" in result.output
 
 
 def test_python_dash_m(tmp_path):

@@ -287,6 +287,18 @@ def test_gradients_come_from_the_first_backend_that_has_them(fa4: Any, monkeypat
     dispatch.choose.cache_clear()
 
 
+def test_gradients_that_no_gpu_has_checked_are_not_given(fa4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "UNCHECKED", frozenset(("triton",)))
+    dispatch.choose_backward.cache_clear()
+    call = hopper(grad=True)
+    against = dispatch.reasons(call)["triton"]
+    assert len(against) == 1 and "have not passed the parity tests on a GPU yet" in against[0]
+    assert dispatch.reasons(hopper())["triton"] == []
+    with pytest.raises(UnsupportedError, match="backend='triton' cannot run this call"):
+        dispatch.choose_backward(call, "triton")
+    dispatch.choose_backward.cache_clear()
+
+
 def test_supported_reads_the_whole_call(device: torch.device) -> None:
     x = torch.zeros(128, 2, 64, dtype=torch.float16, device=device)
     assert supported(x, x, x, Mask())["torch"] == []
