@@ -166,7 +166,7 @@ def test_gradient_checkpointing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert calls[0] - once > 1.5 * once, "nothing was computed again"
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 3"])
+@pytest.mark.parametrize("name", ["Mistral", pytest.param("Gemma 3", marks=pytest.mark.slow)])
 def test_one_graph(name: str) -> None:
     torch._dynamo.reset()
     model, inputs = model_of(name), inputs_of(name)
