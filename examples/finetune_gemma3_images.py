@@ -71,12 +71,10 @@ def tiny_model() -> tuple[Any, Batches]:
     return model, batches
 
 
-def pretrained(name: str, device: torch.device) -> tuple[Any, Batches]:
+def pretrained(name: str) -> tuple[Any, Batches]:
     """A trained Gemma 3 in bfloat16, and batches made by its own processor."""
-    processor = AutoProcessor.from_pretrained(name, padding_side="right")
-    model = Gemma3ForConditionalGeneration.from_pretrained(
-        name, dtype=torch.bfloat16, attn_implementation="mmattn", device_map={"": device}
-    )
+    processor = AutoProcessor.from_pretrained(name)
+    model = Gemma3ForConditionalGeneration.from_pretrained(name, dtype=torch.bfloat16, attn_implementation="mmattn")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.model.vision_tower.requires_grad_(False)
 
@@ -89,12 +87,8 @@ def pretrained(name: str, device: torch.device) -> tuple[Any, Batches]:
         question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
         prompt = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
         prompt = prompt.removeprefix(processor.tokenizer.bos_token)  # the processor puts one in front
-        inputs = processor(
-            text=[f"{prompt}{CORNERS[c]}<end_of_turn>" for c in corners],
-            images=images,
-            return_tensors="pt",
-            padding=True,
-        )
+        texts = [f"{prompt}{CORNERS[corner]}<end_of_turn>" for corner in corners]
+        inputs = processor(text=texts, images=images, return_tensors="pt", padding=True, padding_side="right")
         length = processor(text=[prompt], images=images[:1], return_tensors="pt")["input_ids"].shape[1]
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, :length] = -100  # only the answer is learned
@@ -126,7 +120,7 @@ def main(name: str | None, steps: int, batch: int, lr: float | None, device: str
     torch.manual_seed(seed)
     mmattn.hf.register()
     try:
-        model, batches = pretrained(name, on) if name else tiny_model()
+        model, batches = pretrained(name) if name else tiny_model()
     except (OSError, ImportError) as error:
         raise click.ClickException(f"cannot load {name}: {error}") from None
     model.to(on).train()
