@@ -288,9 +288,14 @@ def document() -> str:
     head = "| model | class | what its layers see | note |\n|---|---|---|---|"
     parts = (DOCUMENT_HEAD, "## Text models", checks(tests.TestText), head, *text, "## Vision-language models")
     layouts = "Prefill layouts: " + ", ".join(tests.LAYOUTS) + "."
-    lines = [*parts[:2], f"Each one is tested for: {parts[2]}.", "\n".join(parts[3:-1]), parts[-1]]
+    lines = [
+        *parts[:2],
+        f"Each one is tested for: {parts[2]}, and a step of training.",
+        "\n".join(parts[3:-1]),
+        parts[-1],
+    ]
     lines += [
-        f"Each one is tested for: {checks(tests.TestVision)}. {layouts}",
+        f"Each one is tested for: {checks(tests.TestVision)}, and a step of training. {layouts}",
         "\n".join([head, *vision]),
         DOCUMENT_REFUSED,
         hf_table.document(),
@@ -365,7 +370,7 @@ mmattn follows transformers when it runs a transformers model. Whoever passes sp
 | row-separator tokens inside an image | by token type | split the image into several spans |
 | bidirectional sliding window `W` | `abs(q - k) <= W`, 2W + 1 keys | `abs(q - k) < W` |
 | Llama 4 chunks of a left-padded row | counted from its first real token | rows are not padded |
-| rows of padding tokens | eager averages all values, sdpa and mmattn give 0. Who reads them: a loss whose labels are not -100 there, and recurrent layers (Mamba hybrids) that do not zero them | rows are not padded |
+| rows of padding tokens | eager averages all values, sdpa and mmattn give 0. Who reads them: a loss whose labels are not -100 there (and at the first token after padding on the left, which its last row predicts), and recurrent layers (Mamba hybrids) that do not zero them | rows are not padded |
 | documents packed in one row | told apart by `position_ids` that restart (no 2-D mask, no cache), or by `cu_seq_lens_q` | one request each |
 
 Packed documents with images use the block ids of transformers as they are: they count positions from the start of the row,
