@@ -20,7 +20,7 @@ from typing import Optional
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.mask import mask_r2p_lambda, sm90_col_to_r2p_idx
@@ -32,8 +32,6 @@ from quack.cute_dsl_utils import ParamsBase
 from .common_sm90 import (
     DenseMainLoop,
     OneTile,
-    clear_rows_behind,
-    clear_smem_rows,
     keep_bits,
     rebuilt,
     softcap,
@@ -297,17 +295,17 @@ class IntervalForwardSm90(DenseMainLoop, FlashAttentionForwardSm90):
     def _fill_padding(self, tables: Tables):
         """Writes the rows behind the last sequence, which see nothing (CUDA graphs pad; as a rule there are none)."""
         tidx = cute.arch.thread_idx()[0]
-        threads = self.num_threads_per_warp_group
-        clear_rows_behind(tables.out, tables.cu_seqlens_q, tidx, threads)
-        if const_expr(tables.lse is not None):
-            heads, rows = tables.lse.shape
-            row = tables.cu_seqlens_q[cute.size(tables.cu_seqlens_q) - 1] + cute.arch.block_idx()[0]
-            while row < rows:
-                for head in cutlass.range(tidx, heads, threads, unroll=1):
+        rows, heads, dim = tables.out.shape
+        row = tables.cu_seqlens_q[cute.size(tables.cu_seqlens_q) - 1] + cute.arch.block_idx()[0]
+        while row < rows:
+            for i in cutlass.range(tidx, heads * dim, self.num_threads_per_warp_group, unroll=1):
+                tables.out[row, i // dim, i % dim] = self.dtype(0.0)
+            if const_expr(tables.lse is not None):
+                for head in cutlass.range(tidx, heads, self.num_threads_per_warp_group, unroll=1):
                     tables.lse[head, row] = (
                         Float32(tables.sinks[head]) if const_expr(tables.sinks is not None) else -Float32.inf
                     )
-                row += cute.arch.grid_dim()[0]
+            row += cute.arch.grid_dim()[0]
 
     # Consumer warp groups
 
@@ -434,9 +432,12 @@ class IntervalForwardSm90(DenseMainLoop, FlashAttentionForwardSm90):
         """
         if begin < end:
             self.pipeline_v.consumer_wait(state, self.pipeline_v.consumer_try_wait(state))
+            # A swizzle permutes the bytes of a row within the row, so whole rows may be cleared without it.
+            sV = cute.recast_tensor(self.sV[None, None, state.index], Int64)
+            per_row = cute.size(sV, mode=[1])
             threads = self.num_threads_per_warp_group
-            sV = self.sV[None, None, state.index]
-            clear_smem_rows(sV, begin, end, self.tidx % threads, threads)
+            for i in cutlass.range(self.tidx % threads, (end - begin) * per_row, threads, unroll=1):
+                sV[begin + i // per_row, i % per_row] = Int64(0)
             cute.arch.fence_view_async_shared()
             cute.arch.barrier(barrier_id=CLEAR_BARRIER + self.tidx // threads, number_of_threads=threads)
 
