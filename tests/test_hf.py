@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -698,7 +699,7 @@ def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_tested_range_is_told(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mmattn.hf.transformers, "__version__", version)
+    monkeypatch.setattr(mmattn.hf.versions.transformers, "__version__", version)
     if version in ("4.57.1", "5.9.0"):
         with pytest.raises(ImportError, match=f"transformers >= 5.10, found {version} .*tested: 5.10 to 5.23"):
             mmattn.hf.register()
@@ -706,6 +707,27 @@ def test_the_tested_range_is_told(
     with caplog.at_level(logging.WARNING, "mmattn.hf"):
         mmattn.hf.register()
     assert ("newer than what mmattn.hf was tested with" in caplog.text) is (version in ("5.24.0", "6.0.0rc1"))
+
+
+def test_importing_beside_an_old_transformers_names_the_version() -> None:
+    """It has nothing of what mmattn.hf imports from it."""
+    code = "import sys, types; t = sys.modules['transformers'] = types.ModuleType('transformers'); t.__version__ = '4.40.2'"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}; import mmattn.hf"], capture_output=True, text=True, check=False
+    )
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: mmattn.hf needs transformers >= 5.10, found 4.40.2 (tested: 5.10 to 5.23)"), (
+        last
+    )
+
+
+def test_the_tested_range_is_the_same_everywhere() -> None:
+    (oldest, newest), root = mmattn.hf.versions.TESTED, Path(__file__).parent.parent
+    first, last = (".".join(map(str, version)) for version in (oldest, newest))
+    assert f'"transformers>={first},<6"' in (root / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"({first} to {last} are tested)" in (root / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"transformers=={last}." in (root / "constraints.txt").read_text(encoding="utf-8")
+    assert f"HF_OLDEST := {first}." in (root / "Makefile").read_text(encoding="utf-8")
 
 
 def test_import_mmattn_does_not_import_transformers() -> None:
@@ -791,16 +813,42 @@ def test_cross_attention() -> None:
     torch.testing.assert_close(call(layer(is_causal=False), q, k, v, None)[0], sdpa(q, k, v).transpose(1, 2))
 
 
-def test_an_encoder_without_a_mask_that_says_is_causal_is_refused() -> None:
-    """Eager attention shows such rows everything, sdpa what is before them (BridgeTower's image layers)."""
-    module = layer(config=type("Config", (), {})())
-    module.config.is_decoder = False
+class _OfBridgeTower(torch.nn.Module):
+    """A layer of a module whose `eager_attention_forward` adds nothing where no mask comes."""
+
+    __module__ = "transformers.models.bridgetower.modeling_bridgetower"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_encoder_without_a_mask_that_says_is_causal_follows_its_eager_attention(compiled: bool) -> None:
+    """BridgeTower's image layers: eager attention shows them everything, sdpa what is before them."""
+    eager = pytest.importorskip(_OfBridgeTower.__module__).eager_attention_forward
+    module = _OfBridgeTower().eval()
+    module.is_causal, module.config = True, type("Config", (), {"is_decoder": False})()  # type: ignore[assignment]
+
+    def call(x: Tensor) -> Tensor:
+        return mmattn.hf.attention.attention_function(module, x, x, x, None)[0]
+
     x = torch.randn(1, 2, 4, 8)
+    run = torch.compile(call, backend="eager", fullgraph=True) if compiled else call
+    torch.testing.assert_close(run(x), eager(module, x, x, x, None)[0])
+
+
+def test_an_encoder_without_a_mask_and_without_eager_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer(config=type("Config", (), {"is_decoder": False})())
+    call, x = mmattn.hf.attention.attention_function, torch.randn(1, 2, 4, 8)
     with pytest.raises(mmattn.UnsupportedError, match="is_decoder=False"):
-        mmattn.hf.attention.attention_function(module, x, x, x, None)
-    mmattn.hf.attention.attention_function(module, x[:, :, :1], x, x, None)
+        call(module, x, x, x, None)
+    call(module, x[:, :, :1], x, x, None)
     module.config.is_decoder = True
-    mmattn.hf.attention.attention_function(module, x, x, x, None)
+    call(module, x, x, x, None)
+    bridgetower = pytest.importorskip(_OfBridgeTower.__module__)
+    causal = mmattn.hf.attention.attention_function
+    for answer in (lambda module, q, k, v, mask, **_: causal(torch.nn.Module(), q, k, v, None), lambda: None):
+        mmattn.hf.model_classes._eager_shows_all_keys.cache_clear()
+        monkeypatch.setattr(bridgetower, "eager_attention_forward", answer)
+        assert not mmattn.hf.model_classes.eager_shows_all_keys(bridgetower.__name__)
+    mmattn.hf.model_classes._eager_shows_all_keys.cache_clear()
 
 
 def test_a_dense_mask_that_is_something_else_runs_with_the_fallback() -> None:

@@ -107,6 +107,7 @@ def generate(model: Any, cache: str, new_tokens: int = 6, **inputs: Any) -> tupl
         options["past_key_values"] = DynamicCache()
     elif cache == "static":
         options["cache_implementation"] = "static"
+        vars(model).pop("_cache", None)  # transformers 5.10 cannot take up again one that a failed call left unfilled
     out = model.generate(
         **inputs,
         **options,

@@ -10,16 +10,13 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-import re
 from typing import Any
 
-try:
-    import transformers
-except ImportError:
-    raise ImportError("mmattn.hf needs transformers: pip install 'mmattn[hf]'", name="transformers") from None
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from .versions import refuse_older, warn_of_newer
+
+# isort: split
+# An older transformers lacks what the imports below need; the one above says so.
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from .. import dispatch
 from . import paged
@@ -29,27 +26,6 @@ from .masks import mask_function
 from .model_classes import explain_missing_names
 
 __all__ = ["IntervalMask", "register"]
-
-log = logging.getLogger(__name__)
-
-
-TESTED = (5, 10), (5, 23)
-"""The oldest and the newest release of transformers that the tests were run with."""
-
-
-def _check_version() -> None:
-    found = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
-    oldest, newest = (".".join(map(str, version)) for version in TESTED)
-    if found < TESTED[0] or "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-        raise ImportError(
-            f"mmattn.hf needs transformers >= {oldest}, found {transformers.__version__} (tested: {oldest} to {newest}): "
-            f"pip install 'transformers>={oldest},<6'"
-        )
-    if found > TESTED[1]:
-        log.warning(
-            "transformers %s is newer than what mmattn.hf was tested with (%s to %s). MMATTN_DEBUG=1 compares its masks",
-            transformers.__version__, oldest, newest,
-        )  # fmt: skip
 
 
 def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | None = None) -> None:
@@ -64,9 +40,10 @@ def register(name: str = "mmattn", *, backend: str = "auto", fallback: str | Non
 
     Raises:
         ValueError: a name or an option that cannot be.
-        ImportError: a transformers before `TESTED`. With one after it the log has a warning.
+        ImportError: a transformers before `versions.TESTED`. With one after it the log has a warning.
     """
-    _check_version()
+    refuse_older()
+    warn_of_newer()
     if not name or any(part in name.lower() for part in ("flash", "flex", "sdpa", "eager", "/", "|")):
         raise ValueError(f"name={name!r} means something else to transformers; choose another, such as 'mmattn'")
     dispatch.check_name(backend)

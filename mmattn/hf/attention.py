@@ -14,7 +14,7 @@ from ..attention import attention
 from ..dispatch import UnsupportedError
 from ..mask import Mask
 from .intervals import HIDDEN, About, IntervalMask, rows_in_chunks
-from .model_classes import is_encoder, model_name
+from .model_classes import eager_shows_all_keys, is_encoder, model_name
 from .traced import traced_dense, traced_plan
 
 log = logging.getLogger(__name__)
@@ -74,10 +74,13 @@ def attention_function(
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         if causal and is_causal is None and q.shape[1] > 1 and is_encoder(getattr(module, "config", None)):
-            raise UnsupportedError(
-                f"{where}: no attention mask came, the module says is_causal and its config is_decoder=False: eager attention "
-                "of transformers lets such rows see all keys, sdpa only those before them. Load this model with the one you trust"
-            )
+            if not eager_shows_all_keys(type(module).__module__):
+                raise UnsupportedError(
+                    f"{where}: no attention mask came, the module says is_causal and its config is_decoder=False: such rows "
+                    "see all keys or only those before them, and its eager attention does not tell. Load this model with "
+                    "the attention that you trust"
+                )
+            causal = False
         mask = Mask(causal=causal, window_left=None if sliding_window is None else sliding_window - 1)
         if cu_seqlens is not None:
             return _packed(where, q, k, v, mask, cu_seqlens, kwargs, options), None

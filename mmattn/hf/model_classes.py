@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache, wraps
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..dispatch import UnsupportedError
@@ -27,6 +29,32 @@ def knows_sdpa(config: Any) -> bool:
 def is_encoder(config: Any) -> bool:
     """Whether a config that can be of an encoder or a decoder says that it is of an encoder."""
     return getattr(config, "is_decoder", None) is False
+
+
+@torch.compiler.assume_constant_result
+def eager_shows_all_keys(module: str) -> bool:
+    """Whether the eager attention of a module of transformers, when called without a mask, shows every row every key.
+
+    Asks `eager_attention_forward` of that module itself, on two rows and two keys of equal scores. False also where there
+    is none or it wants more than the usual arguments.
+    """
+    return _eager_shows_all_keys(module)
+
+
+@cache
+def _eager_shows_all_keys(module: str) -> bool:
+    eager = getattr(sys.modules.get(module), "eager_attention_forward", None)
+    if eager is None:
+        return False
+    asking = torch.nn.Module().eval()
+    asking.num_key_value_groups = 1  # type: ignore[assignment]
+    asking.is_causal = True  # type: ignore[assignment]
+    scores, values = torch.zeros(1, 1, 2, 4), torch.eye(2, 4)[None, None]
+    try:
+        out = eager(asking, scores, scores, values, None, scaling=1.0, dropout=0.0)[0]
+    except (AttributeError, TypeError):
+        return False
+    return torch.equal(out.reshape(2, 4), values.mean(2, keepdim=True).expand_as(values).reshape(2, 4))
 
 
 @cache
