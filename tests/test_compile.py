@@ -20,7 +20,7 @@ def compile_all(target: str) -> subprocess.CompletedProcess:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "tests.cross_compile", target],
-        capture_output=True, text=True, env=env, cwd=Path(__file__).parent.parent, timeout=900,
+        capture_output=True, text=True, env=env, cwd=Path(__file__).parent.parent, timeout=2400,
     )  # fmt: skip
 
 
