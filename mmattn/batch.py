@@ -43,12 +43,10 @@ def _say(x: Any) -> str:
 
 def check_tensor(name: str, x: Any, shape: tuple[int | None, ...], device: torch.device) -> None:
     """`x` must be an int32 tensor of `shape` (None = any size) on `device`."""
-    sizes = ", ".join("any number" if n is None else str(n) for n in shape)
-    want = f"an int32 tensor of shape [{sizes}] on {device}"
-    if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != len(shape) or x.device != device:
-        raise ValueError(f"{name} must be {want}, got {_say(x)}")
-    if any(n is not None and n != m for n, m in zip(shape, x.shape)):
-        raise ValueError(f"{name} must be {want}, got {_say(x)}")
+    fits = isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == len(shape) and x.device == device
+    if not fits or any(n is not None and n != m for n, m in zip(shape, x.shape)):
+        sizes = ", ".join("any number" if n is None else f"{n}" for n in shape)
+        raise ValueError(f"{name} must be an int32 tensor of shape [{sizes}] on {device}, got {_say(x)}")
 
 
 @dataclass(frozen=True, eq=False)

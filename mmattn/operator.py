@@ -293,9 +293,7 @@ for _name, _real, _fake in (
     ("attend_out", _attend_out, _attend_out_fake),
     ("attend_backward", _attend_backward, _attend_backward_fake),
 ):  # fmt: skip
-    # (Without a tensor among the inputs there is no device to dispatch by.)
-    for _key in ("CompositeExplicitAutograd",) if _name in ("row_intervals", "span_table") else ("CPU", "CUDA"):
-        _library.impl(_name, _real, _key)
+    _library.impl(_name, _real, "CompositeExplicitAutograd")  # on every device; autograd is registered below
     torch.library.register_fake(f"mmattn::{_name}", _fake, lib=_library)
 torch.library.register_autograd("mmattn::attend", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("mmattn::attend_backward", _refuse_double, lib=_library)
