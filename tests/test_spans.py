@@ -198,8 +198,8 @@ def test_layer_masks_are_those_of_the_models() -> None:
         seen: dict[int, torch.Tensor] = {}
         real = hf_attention._as_intervals
 
-        def watched(where: str, mask: Any, query: Any, key: Any) -> Any:
-            intervals = real(where, mask, query, key)
+        def watched(where: str, mask: Any, query: Any, key: Any, *rest: Any) -> Any:
+            intervals = real(where, mask, query, key, *rest)
             seen[int(where.split("layer ")[1].split(" ")[0])] = intervals.rows[0]
             return intervals
 
