@@ -67,6 +67,11 @@ class Backend:
     """The same for a call that `why_no_gradients` has nothing against."""
 
 
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """`[Hq, T]` or `[B, Hq, S]`."""
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
 def _kernel(module: str) -> MakeForward:
     """From the `settle` of a kernel module; out and lse are allocated where they are not given."""
     settle: Settle = import_module(module, __package__).settle
@@ -80,8 +85,7 @@ def _kernel(module: str) -> MakeForward:
                 out = q.new_empty(*q.shape[:-1], v.shape[-1])
             lse = None
             if with_lse:
-                shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-                lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+                lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
             with current(q.device):
                 if write is None:
                     write = settle(q, k, v, plan, page_table, options=options, out=out, lse=lse)
@@ -230,7 +234,17 @@ def lowering(device_type: str) -> Lowering:
     return TorchLowering()
 
 
-class GivenRows:
+class TablesByDevice:
+    """The part of `plan.Lowering` that starts from row intervals, as the device of those has it."""
+
+    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
+        return lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)
+
+    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
+        return lowering(rows.device.type).column_table(rows, batch, slots)
+
+
+class GivenRows(TablesByDevice):
     """`plan.Lowering` of a plan whose row intervals are known already, int32 `[total_q, 2]`."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -238,9 +252,3 @@ class GivenRows:
 
     def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
         return self.rows
-
-    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
-        return lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)
-
-    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
-        return lowering(rows.device.type).column_table(rows, batch, slots)

@@ -30,9 +30,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from . import dispatch
 from .batch import Batch, Call, spans_from_lists
 from .checks import check, facts_of, options_of
-from .columns import Columns
 from .mask import Mask, MaskError
-from .plan import Lowering, Options, Plan, TileTable
+from .plan import Lowering, Options, Plan
 
 _POSITIONS = "Tensor? q_start, Tensor? kv_start, Tensor? kv_lo, Tensor? causal, Tensor? spans, Tensor? query_spans"
 _BATCH = (
@@ -74,7 +73,7 @@ def seen(*tensors: Tensor | None) -> bool:
     )
 
 
-class OperatorLowering:
+class OperatorLowering(dispatch.TablesByDevice):
     """`plan.Lowering` through the operators."""
 
     def row_intervals(self, mask: Mask, batch: Batch) -> Tensor:
@@ -83,12 +82,6 @@ class OperatorLowering:
             batch.spans, batch.query_spans, device=batch.device,
         )  # fmt: skip
         return rows
-
-    def tile_table(self, rows: Tensor, batch: Batch, tile_m: int, group: int, tile_n: int) -> TileTable:
-        return dispatch.lowering(rows.device.type).tile_table(rows, batch, tile_m, group, tile_n)
-
-    def column_table(self, rows: Tensor, batch: Batch, slots: int) -> Columns:
-        return dispatch.lowering(rows.device.type).column_table(rows, batch, slots)
 
 
 def lowered(mask: Mask, batch: Batch) -> Plan:
@@ -127,7 +120,7 @@ def attend(
             q, k, v, plan.mask, batch, softcap, sinks, k_scale, v_scale, num_splits, out, True, traced=True
         )
         raise dispatch.unsupported(facts, backend)
-    lse = q.new_empty(_lse_shape(q), dtype=torch.float32) if return_lse else None
+    lse = q.new_empty(dispatch.lse_shape(q), dtype=torch.float32) if return_lse else None
     torch.ops.mmattn.attend_out(*call, out, lse)
     return out, lse
 
@@ -138,10 +131,6 @@ def _sizes(batch: Batch) -> tuple[Any, ...]:
         batch.batch_size, batch.seqlen_q, batch.seqlen_k, batch.max_seqlen_q, batch.max_seqlen_k,
         batch.cu_seqlens_q, batch.cu_seqlens_k, batch.seqused_k,
     )  # fmt: skip
-
-
-def _lse_shape(q: Tensor) -> tuple[int, ...]:
-    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
 
 
 # The operators themselves.
@@ -242,7 +231,7 @@ def _attend_fake(*args):  # type: ignore[no-untyped-def]
     given = _Arguments(call)
     dispatch.choose(given.facts(None, requires_grad, traced=True), given.backend)
     q = given.q
-    shape = _lse_shape(q) if return_lse or requires_grad else (0,)
+    shape = dispatch.lse_shape(q) if return_lse or requires_grad else (0,)
     return q.new_empty((*q.shape[:-1], given.v.shape[-1])), q.new_empty(shape, dtype=torch.float32)
 
 
